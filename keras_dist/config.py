@@ -357,12 +357,10 @@ def parse(environment: Mapping[str, str]) -> Settings:
             values[variable.field] = variable.parse(text)
         except (ValueError, KeyError):
             raise errors.ArgumentError(
-                errors.explain(
-                    "[environment]",
-                    f"{variable.name} to be {variable.expected}",
-                    repr(text),
-                    f"Correct or unset the variable; the default is {variable.default}.",
-                )
+                "[environment]",
+                f"{variable.name} to be {variable.expected}",
+                repr(text),
+                f"Correct or unset the variable; the default is {variable.default}.",
             ) from None
     return Settings(**values)
 

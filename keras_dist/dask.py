@@ -108,12 +108,10 @@ def _workers(
     )
     if (np is not None and len(found) < np) or not found:
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras_dist.dask.run]",
-                f"{np or 1} workers or more",
-                f"{len(found)}",
-                "Start more workers, wait for them with client.wait_for_workers, or lower np.",
-            )
+            "[keras_dist.dask.run]",
+            f"{np or 1} workers or more",
+            f"{len(found)}",
+            "Start more workers, wait for them with client.wait_for_workers, or lower np.",
         )
     return found if np is None else found[:np]
 

@@ -40,9 +40,16 @@ __all__ = [
 
 
 class KerasDistError(Exception):
-    """Base class of the errors of keras_dist."""
+    """Base class of the errors of keras_dist.
+
+    Args:
+        *parts: the message, or its four parts as `explain` takes them.
+    """
 
     is_shared = False  # whether it is known to all ranks, though this one raises it at another wait
+
+    def __init__(self, *parts: str):
+        super().__init__(*(parts if len(parts) < 2 else (explain(*parts),)))
 
 
 class LaunchError(KerasDistError, RuntimeError):

@@ -54,23 +54,19 @@ def merge(metric: keras.metrics.Metric, how: str | Mapping[str, str]) -> keras.m
     """
     if not isinstance(metric, keras.metrics.Metric):
         raise errors.ArgumentTypeError(
-            errors.explain(
-                runtime.where(),
-                "a keras.metrics.Metric",
-                f"{metric!r} of type {type(metric).__name__}",
-                "Pass the metric that you pass to compile.",
-            )
+            runtime.where(),
+            "a keras.metrics.Metric",
+            f"{metric!r} of type {type(metric).__name__}",
+            "Pass the metric that you pass to compile.",
         )
     hows = list(how.values()) if isinstance(how, Mapping) else [how]
     unknown = [each for each in hows if not isinstance(each, str) or each not in MERGES]
     if unknown or not hows:
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"how to be one of {', '.join(map(repr, MERGES))}, or a dict of these by variable",
-                ", ".join(map(repr, unknown)) or repr(how),
-                "Omit the call for sums, maxima and minima.",
-            )
+            runtime.where(),
+            f"how to be one of {', '.join(map(repr, MERGES))}, or a dict of these by variable",
+            ", ".join(map(repr, unknown)) or repr(how),
+            "Omit the call for sums, maxima and minima.",
         )
     # Past Keras' tracking, which would make a dict a part of the metric.
     object.__setattr__(metric, DECLARED, dict(how) if isinstance(how, Mapping) else how)

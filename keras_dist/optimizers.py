@@ -147,7 +147,5 @@ def _check(expected: str, received: Any, holds: bool) -> None:
     if not holds:
         where = "[keras_dist.optimizers.LARS]"
         raise errors.ArgumentError(
-            errors.explain(
-                where, expected, repr(received), "Pass a value in this range, or omit the argument."
-            )
+            where, expected, repr(received), "Pass a value in this range, or omit the argument."
         )

@@ -83,12 +83,10 @@ def _context() -> pyspark.SparkContext:
         return pyspark.sql.SparkSession.active().sparkContext
     except pyspark.errors.PySparkRuntimeError as error:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist.spark.run]",
-                "a Spark session",
-                "none",
-                "Make one with pyspark.sql.SparkSession.builder.getOrCreate().",
-            )
+            "[keras_dist.spark.run]",
+            "a Spark session",
+            "none",
+            "Make one with pyspark.sql.SparkSession.builder.getOrCreate().",
         ) from error
 
 

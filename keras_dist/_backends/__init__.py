@@ -79,9 +79,6 @@ class Backend(Protocol):
         """Adds the reduction of gradients to the train step.
 
         Args:
-            gradients: tensors; none is `None`.
-            names: the names of their variables, for messages.
-            variables: the Keras variables of the gradients.
             plan: a function of the indices of the dense gradients, in the order in which
                 backpropagation produces them, of their (shape, dtype) pairs, and optionally of
                 `at_once`: whether they are all there before the first bucket is reduced. It
@@ -89,14 +86,6 @@ class Backend(Protocol):
                 `reduce_bucket(number, arrays)`, `reduce_buckets(parts)` (of all),
                 `queue_bucket(number, arrays)` (which does not block), `overlaps` (whether to queue
                 buckets) and `weak()` (a function that returns it, for graphs that outlive it).
-            reduce_slices: a numpy function of name, values and indices of a sparse gradient; it
-                returns values and indices. Of arrays in GPU memory it returns those of all ranks,
-                and the number by which to divide the sums of rows of equal index.
-            when: a boolean tensor, equal on all ranks: whether to reduce in this step. Otherwise
-                the gradients are returned unchanged. Defaults to `None`: always.
-
-        Returns:
-            List of the reduced gradients, as tensors, in the given order.
         """
 
     def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:
@@ -119,16 +108,8 @@ class Backend(Protocol):
         A rank calls such functions in program order, and those of gradients in reverse order.
 
         Args:
-            tensor: a tensor.
             forward: a function of the tensor's array; it returns a new array of the same shape and
                 dtype.
-            backward: a function of the gradient of the result; it returns the gradient of the
-                tensor. Both are arrays.
-            on_device: whether the functions take a `DeviceArray` for a tensor in GPU memory.
-                Otherwise they take a copy on the host.
-
-        Returns:
-            The result of `forward`, as a tensor.
         """
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
@@ -143,32 +124,16 @@ class Backend(Protocol):
         """Adds a host function of several arrays to a train step.
 
         Args:
-            function: takes the array of each tensor; returns an array for each, of the same dtype.
-            tensors: the arguments.
             shapes: of the results.
-
-        Returns:
-            List of the results, as tensors.
         """
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-        """Returns tensors that are computed only after another tensor.
-
-        Args:
-            earlier: the tensor to be computed first, such as the result of a host function.
-            tensors: tensors, dense or sparse.
-        """
+        """Returns tensors that are computed only after another tensor."""
 
     def vjp(
         self, model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, with_inputs: bool
     ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
         """Runs a model in training mode and returns the result with its gradient function.
-
-        Args:
-            model: a built Keras model.
-            inputs: the input array.
-            loss: a function of the output tensor that returns a scalar; `None` for no loss.
-            with_inputs: whether to compute the gradient of the inputs.
 
         Returns:
             The loss, or the outputs if `loss` is `None`; and a function of the gradient of that
@@ -190,49 +155,21 @@ class Backend(Protocol):
         """Multiplies gradients, dense or sparse, by a number; they keep their dtypes."""
 
     def check_model(self, model: Any) -> None:
-        """Checks that nothing else averages the gradients of a model over processes.
-
-        Raises:
-            ArgumentError: the framework does.
-            BackendError: Keras or a strategy of TensorFlow does, through the framework.
-        """
+        """Checks that nothing else averages the gradients of a model over processes."""
 
     def train_step_for_host(
         self, model: Any, with_rows: Callable[[Any], contextlib.AbstractContextManager[None]]
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which Keras makes a train function that may call the host.
-
-        Args:
-            model: a compiled Keras model with a distributed optimizer.
-            with_rows: returns, for the number of rows of a batch, a context for the part of a step
-                that cannot call the host; entering it may.
-        """
+        """Returns a context in which Keras makes a train function that may call the host."""
 
     def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which Keras makes a test function that may call the host.
-
-        Args:
-            model: a compiled Keras model.
-        """
+        """Returns a context in which Keras makes a test function that may call the host."""
 
     def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> Any:
-        """Takes the batches of a call of the train function without training on them.
-
-        Args:
-            count: the number of batches.
-            logs: the logs of the last of them.
-            *arguments: the arguments that Keras passes to the train function.
-
-        Returns:
-            The result of the train function, with these logs.
-        """
+        """Takes the batches of a call of the train function without training on them."""
 
     def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
         """Returns the batch that a train function is about to take.
-
-        Args:
-            count: the number of batches that the train function takes per call.
-            *arguments: the arguments that Keras passes to the train function.
 
         Returns:
             The batch, as nested tensors, or `None` if it is inaccessible; and the arguments to pass
@@ -240,41 +177,26 @@ class Backend(Protocol):
         """
 
     def build_from(self, model: Any, batches: Any) -> None:
-        """Creates the variables of a model from the shapes of its data, without consuming any.
-
-        Args:
-            model: a compiled Keras model that is not built.
-            batches: the data argument of its train function.
-        """
+        """Creates the variables of a model from the shapes of its data, without consuming any."""
 
 
 def active() -> Backend:
-    """Returns the backend of Keras in this process; imports Keras.
-
-    Raises:
-        LaunchError: keras_dist does not support that backend.
-    """
+    """Returns the backend of Keras in this process; imports Keras."""
     import keras
 
     name = keras.backend.backend()
     if name not in SUPPORTED:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist]",
-                f"the Keras backend to be {' or '.join(SUPPORTED)}",
-                repr(name),
-                f"Set KERAS_BACKEND={SUPPORTED[0]} before Keras is imported.",
-            )
+            "[keras_dist]",
+            f"the Keras backend to be {' or '.join(SUPPORTED)}",
+            repr(name),
+            f"Set KERAS_BACKEND={SUPPORTED[0]} before Keras is imported.",
         )
     return _load(name)
 
 
 def use(name: str) -> None:
-    """Registers a framework that scripts of this process use without Keras.
-
-    Args:
-        name: a member of `SUPPORTED`.
-    """
+    """Registers a framework that scripts of this process use without Keras."""
     if name not in _named:
         _named.append(name)
 
@@ -284,9 +206,6 @@ def in_use() -> list[Backend]:
 
     These are the registered ones (see `use`), and that of Keras if Keras is imported or no backend
     is registered.
-
-    Raises:
-        LaunchError: keras_dist does not support the backend of Keras.
     """
     backends = [_load(name) for name in _named]
     if (not backends or "keras" in sys.modules) and active() not in backends:
@@ -300,14 +219,6 @@ def take_gradients(
     """Passes the gradients of train steps on as torch produces them, and frees them.
 
     Other frameworks return all gradients of a compiled step at once.
-
-    Args:
-        optimizer: only train steps of a model that is compiled with it count.
-        variables: the Keras variables whose gradients are taken.
-        receive: a bound method, which takes a variable and its gradient; its object is not kept.
-
-    Raises:
-        ArgumentError: a variable is not in host memory.
     """
     from keras_dist._backends import torch_gradients  # imports torch
 

@@ -35,13 +35,7 @@ def call_host(
     Args:
         function: a function of numpy arrays, which it must neither change nor keep; it returns an
             array for each of `shapes`, with the dtypes of `arrays`.
-        arrays: JAX arrays.
         shapes: shapes of the results.
-        into: the same function, which writes its results into arrays, its second argument. Defaults
-            to `None`: results are copied.
-
-    Returns:
-        List of the results, as JAX arrays.
     """
     return list(_host_call.bind(*arrays, function=function, shapes=tuple(shapes), into=into))
 
@@ -95,12 +89,10 @@ def _copying(*arrays: Any, function: HostCall, shapes: Any) -> Any:
 def _refuse(transformation: str) -> Callable[..., Any]:
     def refuse(*arguments: Any, **parameters: Any) -> Any:
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras_dist.jax]",
-                "a collective outside of jax.vmap, and differentiated in reverse mode if at all",
-                transformation,
-                "Use jax.grad or jax.vjp with Average or Sum, and pass whole arrays.",
-            )
+            "[keras_dist.jax]",
+            "a collective outside of jax.vmap, and differentiated in reverse mode if at all",
+            transformation,
+            "Use jax.grad or jax.vjp with Average or Sum, and pass whole arrays.",
         )
 
     return refuse

@@ -16,15 +16,6 @@ import numpy as np
 from keras_dist._backends.jax_devices import number_of_gpu
 from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
-__all__ = [
-    "engine_arrays",
-    "gpu_number",
-    "place_of",
-    "tensor_of",
-    "to_array",
-    "to_jax",
-]
-
 
 def gpu_number() -> int | None:
     """Returns the number of the GPU of this process. See `Backend.gpu_number`."""

@@ -12,8 +12,6 @@ import jax
 
 from keras_dist._compat.jax import has_client, restrict_to_device, visible_devices
 
-__all__ = ["choose_gpu", "number_of_gpu"]
-
 # By platform of JAX: the library of the driver, and its functions to start and to count GPUs.
 DRIVERS = {
     "cuda": ("cuda", "cuInit", "cuDeviceGetCount"),
@@ -25,9 +23,6 @@ def choose_gpu(local_rank: int, local_size: int) -> str | None:
     """Makes the GPU of the local rank the only one that JAX sees, if several ranks share a node.
 
     If JAX has created its client, makes the GPU the default device instead.
-
-    Returns:
-        As `Backend.pin_device`.
     """
     if jax.config.jax_default_device is not None:
         return None

@@ -5,19 +5,11 @@ from typing import Any
 
 import jax
 
-__all__ = ["reduce_joined"]
-
 
 def reduce_joined(
     fused: Any, gradients: Sequence[Any], call: Callable[[Any, Sequence[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """Reduces the gradients of a plan, joined to one array for each bucket.
-
-    Args:
-        fused: the plan, see `Backend.reduce_gradients`.
-        gradients: the gradients, in the order of the plan.
-        call: adds a call of the host to the step: of a function of arrays, and the arrays.
-    """
+    """Reduces the gradients of a plan, joined to one array for each bucket."""
 
     def reduce(arrays: Sequence[Any]) -> list[Any]:
         return [result for [result] in fused.reduce_buckets([[array] for array in arrays])]

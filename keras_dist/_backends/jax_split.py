@@ -23,20 +23,12 @@ from jax.extend import core
 
 from keras_dist._compat.jax import abstract_of, subset_of
 
-__all__ = ["Traits", "split_at"]
-
 Wait = Callable[[], Sequence[Any]]
 Start = Callable[..., Wait]
 
 
 class Traits(NamedTuple):
-    """How a host call splits a step.
-
-    Args:
-        overlaps: whether it runs while programs compute.
-        are_alike: whether all ranks must compute the same bits from its results, on GPUs.
-        comes_early: whether what it does not need follows, such as a loss beside its gradient.
-    """
+    """How a host call splits a step."""
 
     overlaps: bool = False
     are_alike: bool = False
@@ -53,20 +45,7 @@ def split_at(
     function: Callable[..., Any],
     traits: Callable[..., Traits] = lambda **_: Traits(),
 ) -> Any:
-    """Compiles a function as programs with host calls between them.
-
-    Args:
-        marker: the primitive that represents a host call. Within loops and branches its lowering
-            applies.
-        start: starts the host call: takes the inputs and parameters of the marker, returns a
-            function that waits for its outputs. Calls start in program order.
-        function: a function of pytrees of arrays; its first argument is donated, as by
-            `jax.jit(function, donate_argnums=0)`.
-        traits: returns the traits of a host call with certain parameters. Defaults to none.
-
-    Returns:
-        A function with the same arguments and results.
-    """
+    """Compiles a function as programs with host calls between them."""
     programs: dict[Any, Any] = {}
 
     def run(*arguments: Any) -> Any:
@@ -178,14 +157,7 @@ class _Values:
 
 
 class _Stages:
-    """The equations and host calls of a function by stage.
-
-    Args:
-        equations: the equations, in program order.
-        marker: the primitive that represents a host call.
-        traits: see `split_at`.
-        data: variables in which ranks differ.
-    """
+    """The equations and host calls of a function by stage."""
 
     def __init__(
         self, equations: Sequence[Any], marker: core.Primitive, traits: Any, data: Sequence[Any]

@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from keras_dist import errors
 
-__all__ = ["build_from", "first_batch", "skip_batches"]
-
 
 def skip_batches(count: int, logs: dict[str, Any], iterator: Any) -> dict[str, Any]:
     """Takes batches from the iterator. See `Backend.skip_batches`."""
@@ -64,10 +62,8 @@ def build_from(model: Any, batches: Any) -> None:
         tf.function(model.train_step).get_concrete_function(batches.element_spec)
     except Exception as error:
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras_dist]",
-                f"to build model {model.name!r} from the shapes of its data",
-                f"{type(error).__name__}: {error}",
-                "Build the model before fit: model.build(input_shape), or call it on a batch.",
-            )
+            "[keras_dist]",
+            f"to build model {model.name!r} from the shapes of its data",
+            f"{type(error).__name__}: {error}",
+            "Build the model before fit: model.build(input_shape), or call it on a batch.",
         ) from error

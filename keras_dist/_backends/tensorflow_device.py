@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
-__all__ = ["call_on_device", "engine_arrays", "gpu_number", "tensor_of", "uses_gpu"]
-
 
 class _Tensor(ctypes.Structure):
     """DLPack's description of a tensor."""
@@ -62,13 +60,6 @@ def call_on_device(
     """Adds a call of a function of the engine's arrays to a graph, or calls it eagerly.
 
     An eager call raises what the function raises, which an operation makes an error of TensorFlow.
-
-    Args:
-        function: takes an array for each tensor, of the host or in GPU memory; returns a list with
-            an array for each of `dtypes`, or a single array.
-        tensors: the arguments.
-        dtypes: of the results.
-        name: of the operation.
     """
     call = functools.partial(_call, function)
     if tf.executing_eagerly():

@@ -16,8 +16,6 @@ from numpy.lib.stride_tricks import as_strided
 
 from keras_dist._backends.tensorflow_device import call_on_device, uses_gpu
 
-__all__ = ["HostCalled", "on_host", "without_host"]
-
 # XLA shows the name in the error about an operation that it cannot compile.
 NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
 # Bytes of a cache line: TensorFlow splits without a copy only at its boundaries.
@@ -56,20 +54,10 @@ def on_host(
     Args:
         function: takes an array for each tensor; returns a list with an array for each of
             `shapes`, or a single array.
-        tensors: the arguments.
         shapes: of the results; an unknown dimension is `None`.
-        dtypes: of the results. Defaults to those of `tensors`.
         buffers: lists of indices of results that are views of one buffer, which belongs to the
             graph, in the order of their addresses. Their dtypes are equal, their shapes known.
             Defaults to none.
-        on_device: whether the function takes a `DeviceArray` for a tensor in GPU memory, and may
-            return such arrays.
-
-    Returns:
-        List of tensors.
-
-    Raises:
-        HostCalled: within `without_host`.
     """
     if _compiling:
         raise HostCalled

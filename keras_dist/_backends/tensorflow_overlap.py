@@ -13,16 +13,9 @@ import tensorflow as tf
 
 from keras_dist._backends.tensorflow_host import on_host
 
-__all__ = ["QueuedBuckets"]
-
 
 class QueuedBuckets:
-    """The buckets of a plan in one graph: operations that queue them, and that wait for them.
-
-    Args:
-        fused: the plan, see `Backend.reduce_gradients`.
-        on_device: whether its arrays stay in GPU memory.
-    """
+    """The buckets of a plan in one graph: operations that queue them, and that wait for them."""
 
     def __init__(self, fused: Any, on_device: bool):
         self._plan, self._on_device = fused.weak(), on_device
@@ -30,13 +23,7 @@ class QueuedBuckets:
         self._queued: list[tf.Tensor] = []  # one for each bucket: it has been queued
 
     def queue(self, number: int, tensors: Sequence[tf.Tensor], lend: bool) -> None:
-        """Adds an operation that queues a bucket; call it for the buckets in their order.
-
-        Args:
-            number: index of the bucket.
-            tensors: its gradients.
-            lend: see `FusedAllreduce.reduce_bucket`.
-        """
+        """Adds an operation that queues a bucket; call it for the buckets in their order."""
 
         def start(*arrays: Any) -> np.int64:
             # The handle keeps the arrays, and they the memory of the tensors.
@@ -51,13 +38,7 @@ class QueuedBuckets:
         """Adds an operation that waits for a bucket; call it when all have been queued.
 
         Args:
-            number: index of the bucket.
-            tensors: its gradients.
             shapes: their shapes.
-            buffers: see `on_host`.
-
-        Returns:
-            The reduced gradients.
         """
 
         def wait(*_: Any) -> list[Any]:

@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from keras_dist._backends.tensorflow_host import HostCalled, without_host
 
-__all__ = ["test_step_for_host", "train_step_for_host"]
-
 _log = logging.getLogger("keras_dist")
 
 # Only Keras' own step is split. It calls these methods after the update; they do not read weights,

@@ -6,28 +6,16 @@ import tensorflow as tf
 
 from keras_dist import errors
 
-__all__ = ["refuse_strategy"]
-
 
 def refuse_strategy(expected: str, model: Any = None) -> None:
-    """Checks that no strategy is in scope, nor was when a model or its optimizer was made.
-
-    Args:
-        expected: what only keras_dist may do, for the message.
-        model: a compiled Keras model. Defaults to none.
-
-    Raises:
-        BackendError: a strategy would act as well.
-    """
+    """Checks that no strategy is in scope, nor was when a model or its optimizer was made."""
     used = [tf.distribute.get_strategy()] if tf.distribute.has_strategy() else _used_by(model)
     if used:
         raise errors.BackendError(
-            errors.explain(
-                "[keras_dist]",
-                expected,
-                f"a tf.distribute.{type(used[0]).__name__}, so that both would act",
-                "Make the model and its optimizer, and train, outside of the scope of a strategy.",
-            )
+            "[keras_dist]",
+            expected,
+            f"a tf.distribute.{type(used[0]).__name__}, so that both would act",
+            "Make the model and its optimizer, and train, outside of the scope of a strategy.",
         )
 
 

@@ -266,24 +266,20 @@ def check_model(model: Any) -> None:
     modules = (module for layer in layers_of(model) for module in layer.modules())
     if any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in modules):
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras_dist]",
-                expected,
-                "a model with torch's DistributedDataParallel in it",
-                "Remove either DistributedDataParallel (and keras.distribution) or "
-                "keras_dist.DistributedOptimizer.",
-            )
+            "[keras_dist]",
+            expected,
+            "a model with torch's DistributedDataParallel in it",
+            "Remove either DistributedDataParallel (and keras.distribution) or "
+            "keras_dist.DistributedOptimizer.",
         )
     if may_become_ddp(model) and _has_process_group():
         raise errors.BackendError(
-            errors.explain(
-                "[keras_dist]",
-                expected,
-                "torch.distributed initialised, so that this version of Keras wraps the model in "
-                "DistributedDataParallel (ddp_model)",
-                "Remove either torch.distributed (and keras.distribution) or "
-                "keras_dist.DistributedOptimizer.",
-            )
+            "[keras_dist]",
+            expected,
+            "torch.distributed initialised, so that this version of Keras wraps the model in "
+            "DistributedDataParallel (ddp_model)",
+            "Remove either torch.distributed (and keras.distribution) or "
+            "keras_dist.DistributedOptimizer.",
         )
 
 

@@ -10,17 +10,6 @@ import torch
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_all
 from keras_dist._gpu import DeviceArray, Joiner, counts_host_memory, load_runtime, uniform
 
-__all__ = [
-    "engine_arrays",
-    "gpu_number",
-    "is_on_device",
-    "reduce_on_device",
-    "tensor_of",
-    "to_array",
-    "to_tensor",
-    "to_tensors",
-]
-
 
 def gpu_number() -> int | None:
     """Returns the number of the current GPU. See `Backend.gpu_number`."""
@@ -72,12 +61,7 @@ def to_tensors(arrays: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[tor
 
 
 def reduce_on_device(reduce_slices: Any, sparse: torch.Tensor) -> torch.Tensor:
-    """Reduces a coalesced sparse tensor in GPU memory; see `Backend.reduce_gradients`.
-
-    Args:
-        reduce_slices: function of the rows and of their indices.
-        sparse: the tensor.
-    """
+    """Reduces a coalesced sparse tensor in GPU memory; see `Backend.reduce_gradients`."""
     shape = sparse.shape[: sparse.sparse_dim()]
     indices, values = sparse.indices(), sparse.values()
     flat = indices[0]

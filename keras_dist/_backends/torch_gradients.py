@@ -11,8 +11,6 @@ from keras_dist import errors
 from keras_dist._backends.torch_overlap import optimizer_of_step
 from keras_dist._compat.torch import weak_tensor_keys
 
-__all__ = ["take_gradients"]
-
 
 @functools.cache
 def _hooks() -> Any:
@@ -27,12 +25,10 @@ def take_gradients(
     away = [variable.path for variable in variables if not variable.value.is_cpu]
     if away:
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras_dist]",
-                "variables in host memory, with shard_gradients=True",
-                f"{away[0]} on a device",
-                "Omit shard_gradients.",
-            )
+            "[keras_dist]",
+            "variables in host memory, with shard_gradients=True",
+            f"{away[0]} on a device",
+            "Omit shard_gradients.",
         )
     method = weakref.WeakMethod(receive)  # parameters outlive an optimizer
     owner = weakref.ref(optimizer)

@@ -19,8 +19,6 @@ from keras_dist._backends.torch_device import is_on_device, to_array
 from keras_dist._compat.torch import weak_tensor_keys, writes_to
 from keras_dist._gpu import uniform
 
-__all__ = ["ReadyGradients", "in_train_step", "optimizer_of_step", "reduce_dense", "version_of"]
-
 _step = threading.local()
 
 
@@ -32,11 +30,7 @@ def _overlaps() -> Any:
 
 @contextlib.contextmanager
 def in_train_step(optimizer: Any = None) -> Iterator[None]:
-    """Returns a context in which backward passes belong to a train step.
-
-    Args:
-        optimizer: the optimizer of the step, if it is known. Defaults to `None`.
-    """
+    """Returns a context in which backward passes belong to a train step."""
     before = vars(_step).copy()
     _step.is_on, _step.optimizer = True, optimizer
     try:
@@ -51,16 +45,7 @@ def reduce_dense(
     parameters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
 ) -> list[Any]:
-    """Reduces dense gradients, or returns the results of an overlapped reduction.
-
-    Args:
-        fused: the plan, see `Backend.reduce_gradients`.
-        parameters: the parameters of the gradients, in the order of the plan.
-        gradients: this rank's gradients.
-
-    Returns:
-        The reduced arrays, in the given order.
-    """
+    """Reduces dense gradients, or returns the results of an overlapped reduction."""
     overlaps = {id(o): o for p in parameters if (o := _overlaps().get(p)) and o.is_alive()}
     for overlap in overlaps.values():
         reduced = overlap.take(gradients) if overlap.is_for(fused) else None
@@ -82,9 +67,6 @@ class ReadyGradients:
 
     Buckets are queued in the order of the plan, the same on all ranks, whatever the order in which
     gradients become ready.
-
-    Args:
-        fused: the plan.
     """
 
     def __init__(self, fused: Any):
@@ -93,12 +75,7 @@ class ReadyGradients:
         self._handles: list[Any] = []
 
     def add(self, index: int, array: Any) -> None:
-        """Adds a gradient, and queues the buckets that it completes.
-
-        Args:
-            index: its index in the plan.
-            array: the gradient; it must not be written to before `results` or `wait` returns.
-        """
+        """Adds a gradient, and queues the buckets that it completes."""
         self._arrays[index] = array
         for number in range(len(self._handles), len(self._fused.buckets)):
             members = [slot.index for slot in self._fused.buckets[number].slots]
@@ -131,12 +108,7 @@ class ReadyGradients:
 
 
 class _Overlap:
-    """Queues the buckets of a plan as the gradients of its parameters become ready.
-
-    Args:
-        fused: the plan.
-        parameters: leaf tensors, in the order of the plan.
-    """
+    """Queues the buckets of a plan as the gradients of its parameters become ready."""
 
     def __init__(self, fused: Any, parameters: Sequence[torch.Tensor]):
         self._fused = weakref.ref(fused)  # a plan ends when ranks leave the job

@@ -9,19 +9,6 @@ import torch
 from keras_dist import errors
 from keras_dist._compat.torch import copy_all
 
-__all__ = [
-    "copy_to",
-    "dtype_of",
-    "form_of",
-    "rows_of",
-    "sparse_of",
-    "to_numpy",
-    "to_torch",
-    "write_all",
-    "write_into",
-    "zeros_of",
-]
-
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
     """Returns the dtype of the array of a tensor."""
@@ -49,11 +36,7 @@ def zeros_of(parameter: torch.Tensor, form: tuple[str, str | None]) -> torch.Ten
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a tensor as an array: a view of a contiguous CPU tensor, otherwise a copy.
-
-    Raises:
-        ArgumentTypeError: no array can hold the tensor.
-    """
+    """Returns a tensor as an array: a view of a contiguous CPU tensor, otherwise a copy."""
     host = tensor.detach() if tensor.requires_grad else tensor
     try:
         if not host.is_cpu:
@@ -140,12 +123,10 @@ def _resolved(host: torch.Tensor) -> np.ndarray:
         return host.numpy()
     except (RuntimeError, TypeError) as error:
         raise errors.ArgumentTypeError(
-            errors.explain(
-                "[keras_dist]",
-                "a dense tensor of a dtype that numpy can hold",
-                f"a tensor of {host.dtype} with layout {host.layout} on {host.device}",
-                "Convert it first, for example by to(torch.float32), to_dense() or dequantize().",
-            )
+            "[keras_dist]",
+            "a dense tensor of a dtype that numpy can hold",
+            f"a tensor of {host.dtype} with layout {host.layout} on {host.device}",
+            "Convert it first, for example by to(torch.float32), to_dense() or dequantize().",
         ) from error
 
 

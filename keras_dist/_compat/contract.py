@@ -15,8 +15,6 @@ from typing import Any
 from keras_dist import errors
 from keras_dist._version import __version__
 
-__all__ = ["Name", "check", "explain_missing", "missing", "require"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Name:
@@ -26,17 +24,6 @@ class Name:
         owner: the module, or class of a module, that has the name: `"module"` or
             `"module:attribute.attribute"`, imported where the name is checked; or a function that
             returns it.
-        name: the name.
-        purpose: what keras_dist uses it for.
-        without: the consequence of its absence.
-        parameters: the first parameters of the function, without `self`; further parameters must
-            be optional. Defaults to `None`: not checked.
-        instance: whether the name is an attribute of instances, used by the functions of the
-            class or module. Defaults to `False`.
-        on_use: whether `check` skips the name, since `require` checks it where it is first used.
-            Defaults to `False`.
-        applies: returns whether the installed version of the framework has the name. Defaults to
-            always.
     """
 
     owner: str | Callable[[], Any]
@@ -49,12 +36,7 @@ class Name:
     applies: Callable[[], bool] = lambda: True
 
     def resolve(self) -> Any:
-        """Returns the owner.
-
-        Raises:
-            ImportError: its module is missing.
-            AttributeError: the module has no such attribute.
-        """
+        """Returns the owner."""
         if not isinstance(self.owner, str):
             return self.owner()
         module, _, path = self.owner.partition(":")
@@ -79,29 +61,14 @@ class Name:
 
 @functools.cache
 def check(module: str) -> None:
-    """Checks that a framework has the names of a module of this package, once per process.
-
-    Args:
-        module: the name of the module; it is imported, and with it the framework.
-
-    Raises:
-        BackendError: a name is missing, or its function has other parameters.
-    """
+    """Checks that a framework has the names of a module of this package, once per process."""
     compat = importlib.import_module(f"keras_dist._compat.{module}")
     _raise_if_missing((entry for entry in compat.CONTRACT if not entry.on_use), compat.version)
 
 
 @functools.cache
 def require(entry: Name, version: Callable[[], str]) -> Any:
-    """Returns the owner of a name, after a check that it has the name, once per process.
-
-    Args:
-        entry: the name.
-        version: returns the name and the version of the framework.
-
-    Raises:
-        BackendError: the module or the name is missing, or its function has other parameters.
-    """
+    """Returns the owner of a name, after a check that it has the name, once per process."""
     _raise_if_missing([entry], version)
     return entry.resolve()
 
@@ -113,13 +80,7 @@ def missing(names: Iterable[Name]) -> list[tuple[Name, str]]:
 
 
 def explain_missing(framework: str, entry: Name, fault: str) -> str:
-    """Returns the message of the error about a name.
-
-    Args:
-        framework: the name and the version of the framework.
-        entry: the name.
-        fault: the difference, from `missing`.
-    """
+    """Returns the message of the error about a name."""
     called = "" if entry.parameters is None else f"({', '.join(entry.parameters)})"
     return errors.explain(
         f"[keras_dist {__version__} with {framework}]",

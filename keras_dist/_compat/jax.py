@@ -10,20 +10,6 @@ import numpy as np
 
 from keras_dist._compat.contract import Name, missing, require
 
-__all__ = [
-    "CONTRACT",
-    "abstract_of",
-    "emit_buffer_callback",
-    "has_buffer_callbacks",
-    "has_client",
-    "put_like",
-    "release_dropped",
-    "restrict_to_device",
-    "subset_of",
-    "version",
-    "visible_devices",
-]
-
 
 def version() -> str:
     """Returns the name and the version of JAX."""
@@ -66,11 +52,7 @@ def subset_of(
 
 
 def has_buffer_callbacks(context: Any) -> bool:
-    """Returns whether the host can read and write the memory of a program.
-
-    Args:
-        context: the context of a lowering rule.
-    """
+    """Returns whether the host can read and write the memory of a program."""
     return tuple(context.module_context.platforms) == ("cpu",) and _knows_buffers()
 
 
@@ -83,15 +65,6 @@ def emit_buffer_callback(
     """Emits an ordered call of the host that reads and writes the memory of a program.
 
     As `jax.experimental.buffer_callback` does, with a token as first operand and first result.
-
-    Args:
-        context: the context of a lowering rule.
-        effect: the ordered effect whose token orders the calls.
-        function: a function of the operands and the results, as arrays; it writes the results.
-        operands: values of the program.
-
-    Returns:
-        The results, values of the program.
     """
     from jax.interpreters import mlir
 
@@ -127,7 +100,6 @@ def put_like(array: np.ndarray, like: Any) -> Any | None:
     It takes a tenth of the time of `jax.device_put`, which works out shape and device again.
 
     Args:
-        array: the array, which nobody changes afterwards.
         like: a JAX array of the shape, the dtype and the device of the result.
     """
     sharding = like.sharding

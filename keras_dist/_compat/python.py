@@ -7,8 +7,6 @@ from typing import Any
 
 from keras_dist._compat.contract import Name
 
-__all__ = ["CONTRACT", "inherits_script", "is_foreign_thread", "is_mine", "version"]
-
 
 def version() -> str:
     """Returns the name and the version of the interpreter."""

@@ -7,8 +7,6 @@ import tensorflow as tf
 
 from keras_dist._compat.contract import Name, require
 
-__all__ = ["CONTRACT", "eager_tensor", "is_recorded", "version"]
-
 
 def version() -> str:
     """Returns the name and the version of TensorFlow."""

@@ -7,18 +7,6 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from keras_dist._compat.contract import Name, require
 
-__all__ = [
-    "CONTRACT",
-    "BatchNorm",
-    "copy_all",
-    "draws",
-    "generators_of",
-    "options_of",
-    "version",
-    "weak_tensor_keys",
-    "writes_to",
-]
-
 # The options of a loader except its data set, sampler and batches.
 OPTIONS = (
     "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "

@@ -16,29 +16,6 @@ import numpy as np
 
 from keras_dist import errors
 
-__all__ = [
-    "ReduceOp",
-    "Reducer",
-    "accumulator",
-    "check_dtype",
-    "check_factors",
-    "check_sum",
-    "combine",
-    "combine_into",
-    "divide",
-    "halves",
-    "is_own_accumulator",
-    "mean_of_halves",
-    "needs_halves",
-    "parse_factor",
-    "parse_op",
-    "reduce_each",
-    "reduce_into",
-    "reduce_rows",
-    "reducer",
-    "scaled",
-]
-
 
 class ReduceOp(enum.Enum):
     """How the contributions of the ranks are reduced to one value.
@@ -72,77 +49,44 @@ _UFUNCS = {
 
 
 def parse_op(op: ReduceOp | str, where: str = "[keras_dist]") -> ReduceOp:
-    """Returns the reduction of a user's argument.
-
-    Args:
-        op: a `ReduceOp` or its name in any case, such as `"average"`.
-        where: place for the error message.
-
-    Raises:
-        ArgumentError: the name is unknown.
-    """
+    """Returns the reduction of a user's argument."""
     if isinstance(op, ReduceOp):
         return op
     if isinstance(op, str) and op.lower() in _BY_NAME:
         return _BY_NAME[op.lower()]
     raise errors.ArgumentError(
-        errors.explain(
-            where,
-            f"op to be one of {', '.join(_BY_NAME)}",
-            repr(op),
-            "Use keras_dist.Average, Sum, Min, Max, Product or Adasum; a name is passed as name=.",
-        )
+        where,
+        f"op to be one of {', '.join(_BY_NAME)}",
+        repr(op),
+        "Use keras_dist.Average, Sum, Min, Max, Product or Adasum; a name is passed as name=.",
     )
 
 
 def parse_factor(factor: Any, label: str, where: str) -> float:
-    """Returns a factor of a user's argument.
-
-    Args:
-        factor: any finite real number.
-        label: name of the argument for the error message.
-        where: place for the error message.
-
-    Raises:
-        ArgumentTypeError: the factor is not a real number.
-        ArgumentError: the factor is infinite or NaN.
-    """
+    """Returns a factor of a user's argument."""
     if type(factor) is float and math.isfinite(factor):
         return factor
     expected, remedy = f"{label} to be a finite number", "Pass a float; 1.0 changes nothing."
     number = factor.item() if isinstance(factor, np.ndarray) and factor.ndim == 0 else factor
     if not isinstance(number, numbers.Real):
         received = f"{factor!r} of type {type(factor).__name__}"
-        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+        raise errors.ArgumentTypeError(where, expected, received, remedy)
     if not math.isfinite(number):
-        raise errors.ArgumentError(errors.explain(where, expected, repr(factor), remedy))
+        raise errors.ArgumentError(where, expected, repr(factor), remedy)
     return float(number)
 
 
 def check_factors(
     dtype: np.dtype, prescale: float, postscale: float, where: str, name: str
 ) -> None:
-    """Checks that an array can be multiplied by the factors; booleans cannot.
-
-    Args:
-        dtype: dtype of the array.
-        prescale: factor of the contributions.
-        postscale: factor of the result.
-        where: place for the error message.
-        name: name of the array for the error message.
-
-    Raises:
-        ArgumentTypeError: a factor is not 1, and the array does not hold numbers.
-    """
+    """Checks that an array can be multiplied by the factors; booleans cannot."""
     if prescale == postscale == 1 or ReduceOp.SUM in _ops_of(dtype):
         return
     raise errors.ArgumentTypeError(
-        errors.explain(
-            where,
-            f"{name} to have a dtype that prescale_factor and postscale_factor can multiply",
-            str(dtype),
-            "Cast it first, for example to float32 or int64.",
-        )
+        where,
+        f"{name} to have a dtype that prescale_factor and postscale_factor can multiply",
+        str(dtype),
+        "Cast it first, for example to float32 or int64.",
     )
 
 
@@ -151,13 +95,6 @@ def scaled(array: np.ndarray, factor: float) -> np.ndarray:
 
     Integers are multiplied in float64 and truncated towards zero, floats narrower than 32 bits in
     float32.
-
-    Args:
-        array: array of numbers.
-        factor: the factor.
-
-    Returns:
-        A new array; `array` itself if the factor is 1.
     """
     if factor == 1:
         return array
@@ -172,44 +109,22 @@ def scaled(array: np.ndarray, factor: float) -> np.ndarray:
 
 
 def check_dtype(dtype: np.dtype, op: ReduceOp, where: str, name: str) -> None:
-    """Checks that `op` is defined for `dtype`.
-
-    Args:
-        dtype: dtype of the array.
-        op: the reduction.
-        where: place for the error message.
-        name: name of the array for the error message.
-
-    Raises:
-        ArgumentTypeError: it is not, such as a sum of booleans or any reduction of text.
-    """
+    """Checks that `op` is defined for `dtype`."""
     if op in _ops_of(dtype):
         return
     raise errors.ArgumentTypeError(
-        errors.explain(
-            where,
-            f"{name} to have a dtype that {op.value} is defined for",
-            str(dtype),
-            "Cast it first, for example to float32 or int64.",
-        )
+        where,
+        f"{name} to have a dtype that {op.value} is defined for",
+        str(dtype),
+        "Cast it first, for example to float32 or int64.",
     )
 
 
 def check_sum(op: ReduceOp, where: str, operation: str, remedy: str) -> None:
-    """Checks that a reduction is a sum or an average.
-
-    Args:
-        op: the reduction.
-        where: place for the error message.
-        operation: name of the operation.
-        remedy: what to do for another reduction.
-
-    Raises:
-        ArgumentError: it is another reduction.
-    """
+    """Checks that a reduction is a sum or an average."""
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         expected = f"op to be Average or Sum in {operation}"
-        raise errors.ArgumentError(errors.explain(where, expected, op.value, remedy))
+        raise errors.ArgumentError(where, expected, op.value, remedy)
 
 
 def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
@@ -217,7 +132,6 @@ def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
 
     Args:
         rows: array of shape (number of ranks, count), in rank order.
-        op: the reduction.
 
     Returns:
         Array of shape (count,) and the dtype of `rows`.
@@ -236,7 +150,6 @@ def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -
         result: array of shape (count,), of the dtype of the parts, written.
         parts: arrays of shape (count,), in rank order. At most two are used at a time, so an
             iterator may reuse their memory in turn.
-        op: the reduction.
     """
     reduce_each([(result, parts)], result.dtype, op)
 
@@ -244,13 +157,7 @@ def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -
 def reduce_each(
     pieces: Iterable[tuple[np.ndarray, Iterable[np.ndarray]]], dtype: np.dtype, op: ReduceOp
 ) -> None:
-    """Runs `reduce_into` for several results.
-
-    Args:
-        pieces: the results, each with its parts.
-        dtype: dtype of all arrays.
-        op: the reduction.
-    """
+    """Runs `reduce_into` for several results."""
     reduce = reducer(dtype, op)
     # Infinities and overflow are the caller's to judge: they reach every rank alike.
     with np.errstate(all="ignore"):
@@ -288,9 +195,7 @@ def combine(left: np.ndarray, right: np.ndarray, op: ReduceOp, out: np.ndarray) 
     """Combines two contributions whose dtype is that of the accumulator.
 
     Args:
-        left: contribution of the lower rank.
         right: contribution of the higher rank, of the same shape and dtype.
-        op: the reduction, but not an average.
         out: array of this shape and dtype, written; may be `left` or `right`.
     """
     with np.errstate(all="ignore"):
@@ -310,10 +215,6 @@ def divide(total: np.ndarray, count: int) -> None:
     """Divides a sum by the number of its contributions, in place. Never warns or raises.
 
     A rank may divide only a part of the sum, so that an error would not be that of all ranks.
-
-    Args:
-        total: the sum, in the dtype of the accumulator; of integers with fewer than 64 bits.
-        count: number of contributions.
     """
     with np.errstate(all="ignore"):
         _divide(total, count)
@@ -342,13 +243,7 @@ def halves(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mean_of_halves(high: np.ndarray, low: np.ndarray, count: int) -> np.ndarray:
-    """Divides a sum of integers by a count, exactly, and truncates towards zero.
-
-    Args:
-        high: sum of the upper halves.
-        low: sum of the lower halves.
-        count: divisor.
-    """
+    """Divides a sum of integers by a count, exactly, and truncates towards zero."""
     number = high.dtype.type
     upper, rest = np.divmod(high, number(count))
     lower, rest = np.divmod((rest << number(32)) + low, number(count))

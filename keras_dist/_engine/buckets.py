@@ -12,18 +12,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-__all__ = [
-    "ALIGNMENT",
-    "Bucket",
-    "Piece",
-    "Slot",
-    "aligned",
-    "aligned_array",
-    "plan_buckets",
-    "size_class",
-    "slice_bounds",
-]
-
 # Bytes: a cache line, and the alignment at which TensorFlow and JAX take memory without a copy.
 ALIGNMENT = 64
 
@@ -33,10 +21,7 @@ class Slot:
     """An array in a fused buffer.
 
     Args:
-        index: index of the array in the list that was planned.
         shape: its shape.
-        offset: its first element in the buffer.
-        count: number of its elements.
     """
 
     index: int
@@ -47,13 +32,7 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Arrays of one dtype that are reduced together.
-
-    Args:
-        dtype: their dtype.
-        slots: their slots, in the order of the list.
-        count: number of elements of the fused buffer, with gaps for alignment.
-    """
+    """Arrays of one dtype that are reduced together."""
 
     dtype: np.dtype
     slots: tuple[Slot, ...]
@@ -104,13 +83,7 @@ class Bucket:
 
 
 class Piece:
-    """A range of a fused buffer, as parts of its arrays.
-
-    Args:
-        bucket: the bucket.
-        low: the first element.
-        high: the end, exclusive.
-    """
+    """A range of a fused buffer, as parts of its arrays."""
 
     def __init__(self, bucket: Bucket, low: int, high: int):
         self.low = low
@@ -171,11 +144,6 @@ def aligned_array(
     """Returns a new flat array that starts on a cache line.
 
     TensorFlow and JAX copy other arrays.
-
-    Args:
-        count: number of elements.
-        dtype: their dtype.
-        make: function of numpy that allocates it. Defaults to `np.empty`.
     """
     nbytes = count * dtype.itemsize
     memory = make(nbytes + ALIGNMENT, np.uint8)
@@ -216,8 +184,6 @@ def plan_buckets(
         specs: shape and dtype of each array.
         bucket_nbytes: size in bytes at which a bucket is closed.
         first_nbytes: the same for the first bucket, if it is smaller.
-        groups: for each group the indices of its arrays. They share a bucket for each dtype,
-            whatever their size, with no other array. Defaults to none.
         alone: whether each array of `bucket_nbytes` or more has a bucket of its own: it is sent
             from where it lies, while a bucket of several arrays is copied together first.
 

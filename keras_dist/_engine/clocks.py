@@ -6,8 +6,6 @@ import numpy as np
 
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["clock_offset"]
-
 ROUNDS = 20
 TAG = 7
 
@@ -18,9 +16,6 @@ def clock_offset(comm: Communicator) -> tuple[int, int]:
     Collective: every rank; blocks. Each rank asks rank 0 for the time repeatedly. The answer with
     the shortest round trip counts; its error is half of that time. An offset within the error is
     0, as the processes of a node share their clock.
-
-    Args:
-        comm: the ranks.
 
     Returns:
         The offset and its error, in nanoseconds.

@@ -31,8 +31,6 @@ from keras_dist._engine.shm.row_memory import RowMemory
 from keras_dist._engine.shm.segments import TooManyFiles
 from keras_dist._engine.shm.wait import blocked
 
-__all__ = ["Communicator"]
-
 _log = logging.getLogger("keras_dist")
 
 NO_ROOM = "A container gets more by --shm-size=1g (Docker, Podman) or --bind /dev/shm (Apptainer)."
@@ -43,14 +41,6 @@ TOO_MANY_FILES = (
 
 class Communicator:
     """Ranks that train together: all ranks of the job, or those of a process set.
-
-    Args:
-        mpi: mpi4py's `MPI` module; `None` for one process without MPI.
-        comm: MPI communicator to duplicate. Defaults to the world.
-        reduce: how ranks of a node reduce: `"copy"` or `"mpi"`.
-        job: communicator of all ranks of the job; `None` if it is this one.
-        ranks: numbers of these ranks in the job, ascending. Defaults to all.
-        reduction: how nodes reduce: `"ordered"` or `"library"`.
 
     Attributes:
         topology: the place of this rank among nodes; `rank`, `size`, `world` and `is_one_node` are
@@ -131,9 +121,6 @@ class Communicator:
         """Joins the ranks of an MPI communicator, and those of a node in shared memory.
 
         Collective: every rank of `world`; blocks.
-
-        Args:
-            world: MPI communicator, for this use alone.
         """
         self.node = None
         # Set at once: a rank that sees another die meanwhile revokes what there is.
@@ -236,23 +223,17 @@ class Communicator:
         return f"[rank {self.job.rank} of {self.job.size}]"
 
     def index_of_root(self, root: int) -> int:
-        """Returns the index of a rank of the job among these ranks.
-
-        Raises:
-            ArgumentError: the rank is not one of them.
-        """
+        """Returns the index of a rank of the job among these ranks."""
         if isinstance(root, int | np.integer) and root in self.ranks:
             return self.ranks.index(root)
         ranks = f"this job, 0 to {self.size - 1}"
         if self.job is not self:
             ranks = f"the process set, one of {', '.join(map(str, self.ranks))}"
         raise errors.ArgumentError(
-            errors.explain(
-                self.where(),
-                f"root_rank to be a rank of {ranks}",
-                repr(root),
-                f"Pass one of them; {self.ranks[0]} is the usual choice.",
-            )
+            self.where(),
+            f"root_rank to be a rank of {ranks}",
+            repr(root),
+            f"Pass one of them; {self.ranks[0]} is the usual choice.",
         )
 
     def is_alive(self, rank: int) -> bool:
@@ -268,9 +249,6 @@ class Communicator:
 
         Args:
             payload: the bytes of this rank.
-
-        Returns:
-            One uint8 array for each rank, in rank order.
         """
         mine = np.frombuffer(payload, np.uint8)
         if self.size == 1:
@@ -305,11 +283,7 @@ class Communicator:
             decline(self.world, self.rank)
 
     def warn_no_shared_memory(self, reason: str | None) -> None:
-        """Warns once, on rank 0, that data goes through MPI although ranks share a node.
-
-        Args:
-            reason: why shared memory cannot be used.
-        """
+        """Warns once, on rank 0, that data goes through MPI although ranks share a node."""
         remedy = TOO_MANY_FILES if isinstance(reason, TooManyFiles) else NO_ROOM
         if self.rank == 0 and not self._warned:
             _log.warning(

@@ -6,8 +6,6 @@ import numpy as np
 
 from keras_dist import config, errors
 
-__all__ = ["Compression", "Compressor", "Wire", "parse_compression", "wire_for"]
-
 
 class Compressor:
     """The base of a compression of one's own: arrays to fewer bits and back.
@@ -107,18 +105,7 @@ class Compression:
 
 
 def parse_compression(compression: Any, where: str) -> Compressor:
-    """Returns the compressor of a user's argument.
-
-    Args:
-        compression: a `Compressor`, the name of a member of `Compression`, or an object with a
-            `Compressor` as `wire`, such as the members of `keras_dist.torch.Compression`; `None`
-            for `KERAS_DIST_COMPRESSION`.
-        where: place for the error message.
-
-    Raises:
-        ArgumentError: the name is unknown, or bfloat16 is not installed.
-        ArgumentTypeError: the argument is of another type.
-    """
+    """Returns the compressor of a user's argument."""
     if compression is None:
         compression = config.settings().compression
     compression = getattr(compression, "wire", compression)
@@ -143,16 +130,7 @@ def parse_compression(compression: Any, where: str) -> Compressor:
 
 
 class Wire:
-    """The wire format of numbers of one dtype; each compressed array is checked.
-
-    Args:
-        compressor: the compressor.
-        original: dtype of the numbers.
-        where: place for error messages.
-
-    Raises:
-        ArgumentError: the compressor returns arrays of a wrong shape or dtype.
-    """
+    """The wire format of numbers of one dtype; each compressed array is checked."""
 
     def __init__(self, compressor: Compressor, original: np.dtype, where: str):
         self._compressor, self._original, self._where = compressor, original, where
@@ -192,12 +170,10 @@ class Wire:
 
     def _invalid(self, method: str, expected: str, received: str) -> errors.ArgumentError:
         return errors.ArgumentError(
-            errors.explain(
-                self._where,
-                f"{method} of {self._compressor.name} to return {expected}",
-                received,
-                "Work element by element; let the dtype depend only on the dtype of the argument.",
-            )
+            self._where,
+            f"{method} of {self._compressor.name} to return {expected}",
+            received,
+            "Work element by element; let the dtype depend only on the dtype of the argument.",
         )
 
 
@@ -216,5 +192,5 @@ def _check_bfloat16(where: str) -> None:
     except ImportError as error:
         remedy = "Install it with: pip install ml_dtypes, or use fp16."
         raise errors.ArgumentError(
-            errors.explain(where, "the package ml_dtypes for bf16", f"none ({error})", remedy)
+            where, "the package ml_dtypes for bf16", f"none ({error})", remedy
         ) from error

@@ -19,21 +19,9 @@ from keras_dist._engine.mpi.transfer import MAX_NBYTES
 from keras_dist._engine.shm.wait import blocked
 from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["File"]
-
 
 class File:
-    """A file, opened for reading.
-
-    Args:
-        comm: the ranks.
-        path: path of the file.
-        together: whether all ranks open the file and read it together; opening and closing are
-            collective then.
-
-    Raises:
-        DataError: MPI cannot open it.
-    """
+    """A file, opened for reading."""
 
     def __init__(self, comm: Communicator, path: str, together: bool):
         self._comm, self._path, self._mpi = comm, path, comm.mpi
@@ -54,9 +42,6 @@ class File:
         Args:
             offset: offset in bytes.
             target: uint8 array of shape (count,), written.
-
-        Raises:
-            DataError: the file cannot be read, or is too short.
         """
         for low in range(0, target.size, MAX_NBYTES):
             part = target[low : low + MAX_NBYTES]
@@ -74,10 +59,6 @@ class File:
         Args:
             ranges: int64 array of shape (count, 2): first byte and end of each range, ascending.
             target: uint8 array of the size of all ranges, at most 1 GiB, written.
-
-        Raises:
-            DataError: the file cannot be read, or is too short.
-            MismatchError: another rank calls another operation; raised on every rank.
         """
         mpi, status = self._mpi, self._mpi.Status()
         with self._comm.lock:
@@ -114,11 +95,9 @@ class File:
 
     def _error(self, expected: str, received: str) -> errors.DataError:
         return errors.DataError(
-            errors.explain(
-                self._comm.where(),
-                f"{self._path} {expected}",
-                " ".join(received.split()),
-                "Check that the file is complete and readable on this node; without the argument "
-                "mpi_io it is read without MPI.",
-            )
+            self._comm.where(),
+            f"{self._path} {expected}",
+            " ".join(received.split()),
+            "Check that the file is complete and readable on this node; without the argument "
+            "mpi_io it is read without MPI.",
         )

@@ -9,8 +9,6 @@ import functools
 import hashlib
 from collections.abc import Sequence
 
-__all__ = ["COMPARISON", "Form", "GradientSet", "UnlikeGradients", "difference_of_sets", "union"]
-
 COMPARISON = "the comparison of gradients"  # of a rank that does not know what to reduce
 # Dtype of a gradient, and that of the indices if it consists of rows.
 Form = tuple[str, str | None]
@@ -24,14 +22,7 @@ COMPILED = (
 
 @dataclasses.dataclass(frozen=True)
 class GradientSet:
-    """The gradients of a rank.
-
-    Args:
-        names: names of the variables that the ranks share, for messages; not compared.
-        keys: what tells each variable from the others; equal on all ranks.
-        forms: for each variable the form in which its gradient is about to be reduced, or `None`.
-        adapts: whether this rank can reduce other gradients instead; not compared.
-    """
+    """The gradients of a rank."""
 
     names: tuple[str, ...]
     keys: tuple[str, ...]
@@ -45,11 +36,7 @@ class GradientSet:
 
 
 class UnlikeGradients(Exception):
-    """The ranks bring different gradients, and this rank must compare them with the others.
-
-    Args:
-        forms: for each variable the form in which to reduce its gradient, or `None`.
-    """
+    """The ranks bring different gradients, and this rank must compare them with the others."""
 
     def __init__(self, forms: Sequence[Form | None]):
         super().__init__(forms)
@@ -69,10 +56,6 @@ def difference_of_sets(
     sets: Sequence[GradientSet], ranks: Sequence[int]
 ) -> tuple[int, str, str, str | None] | None:
     """Finds a rank with which the others cannot continue.
-
-    Args:
-        sets: the gradients of the ranks, in rank order.
-        ranks: numbers of these ranks in messages.
 
     Returns:
         The rank, the expected and the received value, and the remedy, if it is a special one;

@@ -12,8 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from keras_dist._engine.rank_tree import branches, height
 
-__all__ = ["Inquiries", "Inquiry"]
-
 QUESTION, ANSWER = "question", "answer"
 
 A = TypeVar("A")  # an answer
@@ -31,14 +29,7 @@ class _Branch:
 
 @dataclasses.dataclass
 class Inquiry(Generic[A]):
-    """An inquiry in progress, on a rank that asks.
-
-    Args:
-        key: identifies it.
-        asker: the rank to answer to; this rank if it began the inquiry.
-        found: the answers by rank.
-        open: the branches whose answers are not complete, by the rank that was asked.
-    """
+    """An inquiry in progress, on a rank that asks."""
 
     key: Key
     asker: int
@@ -55,10 +46,6 @@ class Inquiries(Generic[A]):
     """The inquiries that this rank begins or passes on.
 
     Args:
-        rank: this rank.
-        post: sends a message to another rank, for its `handle`.
-        answer: returns the answer of this rank.
-        note: called with answers to inquiries of this rank, also with those that come too late.
         patience: seconds that a rank has to answer for itself.
     """
 
@@ -81,11 +68,7 @@ class Inquiries(Generic[A]):
         return bool(self._open)
 
     def ask(self, ranks: Sequence[int]) -> Inquiry[A]:
-        """Begins an inquiry.
-
-        Args:
-            ranks: the ranks to ask; this one may be among them.
-        """
+        """Begins an inquiry."""
         self._began += 1
         inquiry: Inquiry[A] = Inquiry((self._rank, self._began), self._rank)
         if self._rank in ranks:

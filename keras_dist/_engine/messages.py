@@ -4,8 +4,6 @@ import io
 import pickle
 from typing import Any
 
-__all__ = ["as_message"]
-
 
 class _Pickler(pickle.Pickler):
     """Pickles exceptions as their classes define it, whatever other packages register for them.

@@ -8,8 +8,6 @@ import itertools
 
 from keras_dist._engine.buckets import ALIGNMENT
 
-__all__ = ["Pieces", "piece_nbytes"]
-
 # Bytes of a piece from one rank to another: at most, from all ranks together, and at least.
 PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**23, 3 * 2**23, 2**16
 # Of slow links: how many a segment has, and their size in bytes, at least and at most.
@@ -25,9 +23,7 @@ def piece_nbytes(ranks: int, nbytes: int, links_are_slow: bool = False) -> int:
     but not so small that their number would count more than their size.
 
     Args:
-        ranks: number of ranks.
         nbytes: size in bytes of the array.
-        links_are_slow: whether ranks wait for their links. Defaults to `False`.
     """
     most = min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
     segment = -(-nbytes // ranks)
@@ -40,12 +36,6 @@ def piece_nbytes(ranks: int, nbytes: int, links_are_slow: bool = False) -> int:
 
 class Pieces:
     """The pieces of a reduction, as one rank sees them.
-
-    Args:
-        rank: this rank, 0 to `ranks - 1`.
-        ranks: number of ranks.
-        size: number of elements of the array.
-        step: number of elements of a piece.
 
     Attributes:
         count: number of pieces of a segment; the last one may be empty on some ranks.
@@ -63,12 +53,7 @@ class Pieces:
         self.senders = self.receivers[::-1]
 
     def part(self, number: int, rank: int | None = None) -> slice:
-        """Returns the elements of a piece; none after the end of the segment.
-
-        Args:
-            number: index of the piece.
-            rank: rank that reduces it. Defaults to `None`: this rank.
-        """
+        """Returns the elements of a piece; none after the end of the segment."""
         rank = self._rank if rank is None else rank
         low = min(self._bounds[rank] + number * self._step, self._bounds[rank + 1])
         return slice(low, min(low + self._step, self._bounds[rank + 1]))

@@ -25,8 +25,6 @@ from keras_dist._engine.tracing import spans
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["cancel", "recv", "send"]
-
 DATA = 2  # MPI tag
 
 SEND, RECV = "send", "recv"
@@ -57,9 +55,7 @@ def send(
     """
     if array.dtype.hasobject:
         expected, remedy = f"{name!r} to have a dtype of numbers", "Pass an array of numbers."
-        raise errors.ArgumentTypeError(
-            errors.explain(comm.where(), expected, str(array.dtype), remedy)
-        )
+        raise errors.ArgumentTypeError(comm.where(), expected, str(array.dtype), remedy)
     call = CollectiveSignature(SEND, (Entry(name, array.shape, str(array.dtype)),), key=key)
     with _paired(comm, peer, "destination", call):
         _meet(comm, peer, Hello(comm.rank, call, array.dtype))
@@ -103,15 +99,6 @@ def cancel(comm: "Communicator", peer: int, why: str) -> None:
     """Tells another rank, when it calls `send` or `recv`, that this rank has failed.
 
     Blocks until it does, or comes to a rendezvous of all ranks.
-
-    Args:
-        comm: the ranks of the job.
-        peer: the other rank.
-        why: message of the `MismatchError` that it raises.
-
-    Raises:
-        ArgumentError: there is no such rank.
-        RankLostError: a rank has died.
     """
     call = CollectiveSignature("a call that has failed")
     with _paired(comm, peer, "peer", call):
@@ -127,7 +114,7 @@ def _paired(
     if not isinstance(peer, int | np.integer) or peer not in others:
         expected = f"the {role} of {call} to be another rank of this job, 0 to {comm.size - 1}"
         remedy = "Ranks are numbered as in the job, also in a process set."
-        raise errors.ArgumentError(errors.explain(comm.where(), expected, repr(peer), remedy))
+        raise errors.ArgumentError(comm.where(), expected, repr(peer), remedy)
     with comm.lock:
         note(sorted((comm.rank, int(peer))), call)
         try:
@@ -139,12 +126,7 @@ def _paired(
 
 
 def _meet(comm: "Communicator", peer: int, mine: Hello) -> Hello:
-    """Waits for the other rank; returns the greeting of the one that sends.
-
-    Raises:
-        MismatchError: the operations differ, raised on both; or the other rank has failed.
-        RankLostError: the other rank has died.
-    """
+    """Waits for the other rank; returns the greeting of the one that sends."""
     request = comm.world.isend(mine, peer, HELLO)
     with spans.meeting(mine.call), waiting:
         start = checked = time.perf_counter()
@@ -190,4 +172,4 @@ def _lost(comm: "Communicator", peer: int, call: CollectiveSignature) -> errors.
         "No other rank has the data of that rank: start the job again, which keras-dist run "
         "--max-restarts does by itself."
     )
-    return errors.RankLostError(errors.explain(comm.where(), expected, received, remedy))
+    return errors.RankLostError(comm.where(), expected, received, remedy)

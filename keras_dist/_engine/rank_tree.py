@@ -7,28 +7,18 @@ rest of that branch. Branches are runs of ranks, so that most of a branch is on 
 import itertools
 from collections.abc import Sequence
 
-__all__ = ["FANOUT", "branches", "height", "parent"]
-
 FANOUT = 8
 
 
 def branches(ranks: Sequence[int]) -> list[Sequence[int]]:
-    """Divides ranks into at most `FANOUT` branches of about the same size.
-
-    Args:
-        ranks: the ranks below one rank.
-    """
+    """Divides ranks into at most `FANOUT` branches of about the same size."""
     count = min(FANOUT, len(ranks))
     bounds = [len(ranks) * place // count for place in range(count + 1)] if count else []
     return [ranks[low:high] for low, high in itertools.pairwise(bounds)]
 
 
 def height(count: int) -> int:
-    """Returns the levels of the tree below a rank.
-
-    Args:
-        count: number of ranks below it.
-    """
+    """Returns the levels of the tree below a rank."""
     levels = 0
     while count > 0:
         levels, count = levels + 1, -(-count // FANOUT) - 1
@@ -36,13 +26,7 @@ def height(count: int) -> int:
 
 
 def parent(rank: int, root: int, size: int) -> int:
-    """Returns the rank above a rank in the tree of all ranks, in the order from `root` on.
-
-    Args:
-        rank: a rank other than the root.
-        root: the rank at the top.
-        size: number of ranks.
-    """
+    """Returns the rank above a rank in the tree of all ranks, in the order from `root` on."""
     place = (rank - root) % size
     above, low, high = 0, 1, size
     while True:

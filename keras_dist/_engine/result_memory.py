@@ -6,8 +6,6 @@ import numpy as np
 
 from keras_dist._engine.buckets import aligned_array, size_class
 
-__all__ = ["ResultMemory", "ResultPool"]
-
 MAX_POOL_NBYTES = 256 * 2**20
 MAX_OF_A_SIZE = 4
 
@@ -17,10 +15,6 @@ class ResultMemory:
 
     Every result has a base of its own, which all its views keep alive, and tensors that a framework
     makes of them.
-
-    Args:
-        count: number of elements of a result.
-        dtype: their dtype.
     """
 
     def __init__(self, count: int, dtype: np.dtype):

@@ -13,20 +13,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["Exchange", "Round", "combine_rows", "doubling", "halving", "rounds"]
-
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One exchange of a node with another.
-
-    Args:
-        peer: index of the other node.
-        sends: whether this node sends.
-        receives: whether this node receives.
-    """
+    """One exchange of a node with another."""
 
     peer: int
     sends: bool
@@ -35,13 +27,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One exchange of parts of an array with another node.
-
-    Args:
-        peer: index of the other node.
-        sent: elements that this node sends; `None` if it only receives.
-        received: elements that this node receives; `None` if it only sends.
-    """
+    """One exchange of parts of an array with another node."""
 
     peer: int
     sent: slice | None
@@ -54,12 +40,7 @@ class Exchange:
 
 
 def rounds(index: int, count: int) -> list[Round]:
-    """Returns the rounds of a node.
-
-    Args:
-        index: index of the node, 0 to `count - 1`.
-        count: number of nodes.
-    """
+    """Returns the rounds of a node."""
     whole = _power_of_two(count)
     folded = count - whole  # pairs of neighbours of which one takes part in every round
     is_paired = index < 2 * folded
@@ -75,17 +56,7 @@ def rounds(index: int, count: int) -> list[Round]:
 
 
 def doubling(index: int, count: int, size: int) -> tuple[list[Exchange], list[Exchange]]:
-    """Returns the exchanges of whole arrays, in the order of the rounds.
-
-    Args:
-        index: index of the node, 0 to `count - 1`.
-        count: number of nodes.
-        size: number of elements.
-
-    Returns:
-        The exchanges after which the nodes that take part in every round have the result, and the
-        one that brings it to a node that does not.
-    """
+    """Returns the exchanges of whole arrays, in the order of the rounds."""
     whole = slice(0, size)
     plan = [
         Exchange(step.peer, whole if step.sends else None, whole if step.receives else None)
@@ -101,11 +72,6 @@ def halving(index: int, count: int, size: int) -> list[Exchange]:
     After an exchange a node combines what it has received with its own elements. At the end it has
     the result of the elements it received last. The same exchanges in reverse, with what is sent
     and what is received swapped, give every node the whole result.
-
-    Args:
-        index: index of the node, 0 to `count - 1`.
-        count: number of nodes.
-        size: number of elements.
     """
     mine = slice(0, size)
     plan = []
@@ -122,15 +88,7 @@ def halving(index: int, count: int, size: int) -> list[Exchange]:
 
 
 def combine_rows(rows: Sequence[T], combine: Callable[[T, T], T]) -> tuple[T, T]:
-    """Combines the contributions of all nodes, but for the last combination.
-
-    Args:
-        rows: contributions of two or more nodes, in their order.
-        combine: combines two contributions; the one of the lower node comes first.
-
-    Returns:
-        The last two operands.
-    """
+    """Combines the contributions of all nodes, but for the last combination."""
     rest = list(rows)
     while len(rest) > 2:
         whole = _power_of_two(len(rest))

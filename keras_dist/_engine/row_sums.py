@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-__all__ = ["RowGroups"]
-
 BLOCK_NBYTES = 512 * 1024
 MOST_TURNS = 1024  # rows of an index that are added together with those of others
 MOST_RUNS = 64  # ascending runs of indices that are merged, as those of the ranks
@@ -21,7 +19,6 @@ class RowGroups:
 
     Args:
         indices: integers of shape (number of rows,): the index of each row.
-        places: where each row lies in the array that is summed. Defaults to its number.
 
     Attributes:
         indices: the unique indices, ascending.
@@ -53,8 +50,6 @@ class RowGroups:
             rows: array of shape (number of rows, width).
             sums: array of shape (number of unique indices, width) and the dtype of `rows`, written;
                 or a block of at least `block_length` rows, used for all blocks in turn.
-            finish: called with each block of sums and its part of all sums, while the cache holds
-                the block. Defaults to nothing.
         """
         step = self.block_length(rows)
         firsts = self._order[self._starts]
@@ -77,14 +72,7 @@ class RowGroups:
     def _add_further(
         self, rows: np.ndarray, block: np.ndarray, low: int, repeated: np.ndarray
     ) -> None:
-        """Adds the second and further rows of indices to a block.
-
-        Args:
-            rows: as in `sum_rows`.
-            block: the first rows of the indices of the block.
-            low: number of the first index of the block.
-            repeated: numbers of the indices that have several rows.
-        """
+        """Adds the second and further rows of indices to a block."""
         counts = self._ends[repeated] - self._starts[repeated]
         turns = _turns(counts)
         for turn in range(1, turns):
@@ -103,9 +91,6 @@ def _turns(counts: np.ndarray) -> int:
     """Returns how many rows of each index to add together with those of other indices.
 
     The further rows of an index are added together. A turn and an index take similar times.
-
-    Args:
-        counts: number of rows of each index.
     """
     numbers = np.bincount(np.minimum(counts, MOST_TURNS + 1), minlength=2)
     # By number of turns: the indices that have more rows.

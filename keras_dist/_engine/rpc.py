@@ -22,8 +22,6 @@ from keras_dist._engine.mpi.digests import NAP_SECONDS
 from keras_dist._engine.mpi.library import failed_process
 from keras_dist._engine.shm.wait import also_blocked, note
 
-__all__ = ["RpcService"]
-
 IDLE_SECONDS = 1e-3  # between polls for requests
 TAGS = 3  # the request, the length of an error message, the answer
 
@@ -31,14 +29,7 @@ Answer = Callable[[np.ndarray], Sequence[np.ndarray]]
 
 
 class RpcService:
-    """A service that some ranks offer to others. Collective to make: every rank; blocks.
-
-    Args:
-        comm: the ranks.
-        servers: for each rank its server; servers are their own and never call it.
-        answer: takes a request and returns arrays; called in a thread of the server.
-        end: called in the same thread when all clients have left.
-    """
+    """A service that some ranks offer to others. Collective to make: every rank; blocks."""
 
     def __init__(
         self,
@@ -69,11 +60,6 @@ class RpcService:
 
         Args:
             request: int64 array of shape (count,), not empty.
-            targets: arrays for the answer, written.
-
-        Raises:
-            RankLostError: the server has died.
-            DataError: the server failed, with its message; or the job has ended.
         """
         try:
             with self._calling:

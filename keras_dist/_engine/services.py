@@ -7,8 +7,6 @@ rank has died. A resource, such as a file that all ranks have open, closes at th
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["BackgroundService", "Services"]
-
 C = TypeVar("C")  # a communicator
 
 
@@ -33,11 +31,7 @@ class _Resource(Protocol):
 
 
 class Services(Generic[C]):
-    """The services and resources of one communicator.
-
-    Args:
-        comm: the communicator.
-    """
+    """The services and resources of one communicator."""
 
     def __init__(self, comm: C):
         self._comm = comm
@@ -48,11 +42,7 @@ class Services(Generic[C]):
         self._channel_world: Any | None = None
 
     def start(self, factory: Callable[[C], BackgroundService]) -> None:
-        """Starts a background service, now and again after each loss of a rank. Collective; blocks.
-
-        Args:
-            factory: makes the service from the communicator.
-        """
+        """Starts a background service, now and after each loss of a rank. Collective; blocks."""
         self._factories.append(factory)
         self._running.append(factory(self._comm))
 
@@ -78,26 +68,14 @@ class Services(Generic[C]):
             self._resources.remove(resource)
 
     def channel(self, world: Any) -> tuple[Any, int]:
-        """Returns a place for messages of threads. Collective: every rank; blocks.
-
-        Args:
-            world: MPI communicator of the ranks; it is duplicated once.
-
-        Returns:
-            The duplicate, and a number that no other channel has; equal on all ranks.
-        """
+        """Returns a place for messages of threads. Collective: every rank; blocks."""
         if self._channel_world is None:
             self._channel_world = world.Dup()
         self._channels += 1
         return self._channel_world, self._channels - 1
 
     def close(self, wait: bool = True) -> None:
-        """Closes all resources, then all services. Collective: every rank; blocks.
-
-        Args:
-            wait: whether services end together. Defaults to `True`; `False` where a rank may have
-                died, for which they would wait.
-        """
+        """Closes all resources, then all services. Collective: every rank; blocks."""
         for resource in list(self._resources):
             resource.close()
         self._resources.clear()

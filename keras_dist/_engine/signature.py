@@ -13,27 +13,12 @@ from typing import Any
 
 from keras_dist._engine.gradient_sets import GradientSet
 
-__all__ = [
-    "JOINED",
-    "CollectiveSignature",
-    "Entry",
-    "JoinedRanks",
-    "difference",
-    "entries_of",
-    "entries_of_arrays",
-]
-
 JOINED = "join"  # the operation of a rank that has no more data
 
 
 @dataclasses.dataclass(frozen=True)
 class JoinedRanks:
-    """The ranks that are out of data and have joined, while others still reduce.
-
-    Args:
-        first_out: indices of the ranks that had joined when one was first missed.
-        here: indices of the ranks that took part in the last operation.
-    """
+    """The ranks that are out of data and have joined, while others still reduce."""
 
     first_out: tuple[int, ...]
     here: tuple[int, ...]
@@ -44,9 +29,7 @@ class Entry:
     """An array of an operation.
 
     Args:
-        name: name for messages; it is not compared.
         shape: the dimensions on which the ranks must agree.
-        dtype: name of the dtype.
     """
 
     name: str
@@ -71,34 +54,7 @@ def entries_of_arrays(names: Sequence[str], arrays: Sequence[Any]) -> tuple[Entr
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveSignature:
-    """What a rank is about to do.
-
-    Args:
-        operation: such as `"allreduce"`.
-        entries: its arrays.
-        op: name of the reduction, if any.
-        root: the root rank, if any.
-        key: the user's name for the operation, if any.
-        prescale: factor of the contributions.
-        postscale: factor of the result.
-        compression: name of the wire format between nodes.
-        library: what moves arrays in GPU memory; empty for arrays on the host.
-        buckets: for each bucket the indices of its arrays.
-        bucket: index of the bucket of this operation.
-        piece: index of the piece of the bucket; `None` if the bucket is reduced as a whole.
-        launched: number of operations that NCCL was given since the ranks last met.
-        ahead: whether this operation is the last of them; not compared.
-        error: an error in the arguments of this rank, which it reports to the others.
-        first: whether memory is allocated for the operation.
-        holds: whether this rank still holds a result whose memory is about to be written. Ranks
-            that differ in it alone continue, as for the next two.
-        notice: notice of this rank, see `piggyback`.
-        refused: names of operations that this rank has refused.
-        gradients: the gradients of this rank, in reductions of gradients.
-        spares: whether the operation is defined without ranks that have joined; not compared.
-        takes_named: whether a rank that has joined takes part in named operations; not compared.
-        remedy: what to do when the ranks differ; not compared.
-    """
+    """What a rank is about to do."""
 
     operation: str
     entries: tuple[Entry, ...] = ()
@@ -163,10 +119,6 @@ def difference(
     calls: Sequence[CollectiveSignature], ranks: Sequence[int]
 ) -> tuple[int, str, str] | None:
     """Finds the first rank whose operation differs from that of the first rank.
-
-    Args:
-        calls: signatures of the ranks, in rank order.
-        ranks: numbers of these ranks in messages.
 
     Returns:
         The rank, the expected and the received value as text; `None` when all agree.

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["silencer"]
-
 
 def silencer() -> Callable[..., None]:
     """Returns a function that calls another one, in which numpy does not warn of infinities.

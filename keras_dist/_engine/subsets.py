@@ -6,16 +6,9 @@ from typing import Any
 from keras_dist import errors
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["ranks_of", "subset"]
-
 
 def subset(job: Communicator, ranks: Sequence[int]) -> Communicator:
-    """Makes a communicator of some of the ranks. Collective: only those ranks; blocks.
-
-    Args:
-        job: all ranks of the job.
-        ranks: numbers of the ranks, ascending, including this one.
-    """
+    """Makes a communicator of some of the ranks. Collective: only those ranks; blocks."""
     if job.mpi is None:
         return Communicator(job=job, ranks=ranks)
     everyone = job.world.Get_group()
@@ -29,11 +22,7 @@ def subset(job: Communicator, ranks: Sequence[int]) -> Communicator:
 
 
 def ranks_of(job: Communicator, comm: Any) -> tuple[int, ...]:
-    """Returns the ranks of a user's MPI communicator, ascending.
-
-    Raises:
-        ArgumentError: it has processes that are not ranks of the job.
-    """
+    """Returns the ranks of a user's MPI communicator, ascending."""
     if job.mpi is None or comm == job.mpi.COMM_NULL:
         return ()
     theirs, ours = comm.Get_group(), job.world.Get_group()
@@ -43,10 +32,8 @@ def ranks_of(job: Communicator, comm: Any) -> tuple[int, ...]:
     if job.mpi.UNDEFINED not in ranks:
         return tuple(sorted(ranks))
     raise errors.ArgumentError(
-        errors.explain(
-            "[keras_dist.ProcessSet]",
-            "an MPI communicator of ranks of this job",
-            f"one of {len(ranks)} processes, not all of which are",
-            "Make it from the communicator that was passed to keras_dist.init, or from COMM_WORLD.",
-        )
+        "[keras_dist.ProcessSet]",
+        "an MPI communicator of ranks of this job",
+        f"one of {len(ranks)} processes, not all of which are",
+        "Make it from the communicator that was passed to keras_dist.init, or from COMM_WORLD.",
     )

@@ -24,8 +24,6 @@ from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["best_bucket_nbytes"]
-
 CANDIDATES = (4 * 2**20, 25 * 2**20, 64 * 2**20)
 PROBE_COUNT, PROBE_NBYTES = 64, 2**20  # arrays, and bytes of each
 PASSES, ROUNDS = 2, 3
@@ -42,8 +40,6 @@ def best_bucket_nbytes(
     The first time on a machine it takes as long as about 25 reductions of at most 64 MiB.
 
     Args:
-        comm: the ranks.
-        call: signature of the reduction to tune, which the ranks compare first.
         nbytes: size of the reduction in bytes; larger ones are not measured.
 
     Returns:

@@ -10,8 +10,6 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._gpu.runtime import Event, Runtime, load_runtime
 
-__all__ = ["Completion", "DeviceArray", "Joiner", "uniform"]
-
 Allocate = Callable[[tuple[int, ...], np.dtype], "DeviceArray"]
 
 
@@ -30,7 +28,6 @@ class Joiner:
     """How a framework joins arrays: by one operation, where the engine would copy each array.
 
     Args:
-        join: copies arrays into a new flat array of a number of elements, each to its offset.
         part: returns the view of a shape at an offset of a flat array.
     """
 
@@ -42,14 +39,9 @@ class DeviceArray:
     """An array in GPU memory, contiguous in row-major order.
 
     Args:
-        address: of the first element.
         shape: its shape.
-        dtype: its dtype.
         owner: the tensor of a framework whose memory it is.
         allocate: returns a new array of a shape and dtype, owned by such a tensor.
-        stream: returns the stream in whose order the framework writes the array. Defaults to
-            `None`: it has been written.
-        joiner: how its framework joins arrays. Defaults to `None`: it does not.
 
     Attributes:
         written: an event after the work that writes it; `None` if there is none yet.
@@ -168,11 +160,7 @@ class DeviceArray:
             self._prepared = error
 
     def finish(self, stream: int | None) -> Any:
-        """Returns the owner, which the framework may use once the array has been written.
-
-        Args:
-            stream: the stream that waits; `None`: the host waits.
-        """
+        """Returns the owner, which the framework may use once the array has been written."""
         if self.completion is not None:
             if stream is None:
                 self.completion.wait()

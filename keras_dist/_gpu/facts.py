@@ -6,21 +6,12 @@ from keras_dist import errors
 from keras_dist._gpu.nccl import Nccl, load_nccl
 from keras_dist._gpu.runtime import load_runtime
 
-__all__ = ["GpuFacts", "facts_of", "selected_bus_id"]
-
 _selected = ""  # PCI bus id
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuFacts:
-    """The GPU of a rank.
-
-    Args:
-        bus_id: its PCI bus id; empty without a GPU.
-        version: NCCL's version: 22304 is 2.23.4; 0 without NCCL.
-        path: file of NCCL.
-        reason: why NCCL cannot be used on this rank; empty if it can.
-    """
+    """The GPU of a rank."""
 
     bus_id: str = ""
     version: int = 0
@@ -29,11 +20,7 @@ class GpuFacts:
 
 
 def facts_of(device: int | None) -> GpuFacts:
-    """Returns the facts about the GPU of this rank, and selects it for the engine.
-
-    Args:
-        device: its number among the GPUs that the driver shows to this process; `None` for none.
-    """
+    """Returns the facts about the GPU of this rank, and selects it for the engine."""
     global _selected
     _selected = ""
     runtime = None if device is None else load_runtime(device)

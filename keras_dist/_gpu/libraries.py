@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Table", "counts_host_memory", "find", "missing"]
-
 # Only tests set it: a Python file with functions `nccl()` and `runtime()`, which return the
 # addresses of functions by name. Arrays on the host then count as arrays of a GPU.
 DOUBLE = "_KERAS_DIST_GPU_DOUBLE"
@@ -30,38 +28,19 @@ KINDS = {"runtime": (_CUDA, _HIP), "nccl": (_NCCL, _RCCL)}
 
 
 class Table:
-    """The functions of a library, by name.
-
-    Args:
-        path: where the library was found, for messages.
-        prefix: prefix of the names of its functions.
-        address_of: returns the address of a function; raises `AttributeError` if there is none.
-    """
+    """The functions of a library, by name."""
 
     def __init__(self, path: str, prefix: str, address_of: Callable[[str], int]):
         self.path, self.prefix, self._address_of = path, prefix, address_of
 
     def function(self, name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
-        """Returns a function that releases the interpreter lock while it runs.
-
-        Args:
-            name: its name.
-            *arguments: the C types of its arguments.
-            result: the C type of its result.
-
-        Raises:
-            AttributeError: the library does not have it.
-        """
+        """Returns a function that releases the interpreter lock while it runs."""
         return ctypes.CFUNCTYPE(result, *arguments)(self._address_of(name))
 
 
 @functools.cache
 def find(kind: str) -> Table | None:
-    """Returns a library of the GPU; `None` if there is none.
-
-    Args:
-        kind: `"runtime"` or `"nccl"`.
-    """
+    """Returns a library of the GPU; `None` if there is none."""
     double = _double()
     if double is not None:
         addresses = getattr(double, kind)()

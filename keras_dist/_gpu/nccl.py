@@ -9,8 +9,6 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._gpu.libraries import Table, find
 
-__all__ = ["REDUCTIONS", "Nccl", "NcclError", "UniqueId", "data_type", "load_nccl", "version_text"]
-
 OLDEST = 21400  # the first version whose calls can be made without blocking
 IN_PROGRESS = 7
 UNIQUE_ID_NBYTES = 128
@@ -72,12 +70,6 @@ class Nccl:
     """NCCL's functions. Each raises `NcclError` where NCCL reports an error.
 
     Communicators do not block: a call returns before it has been done, see `settled`.
-
-    Args:
-        table: the functions of the library.
-
-    Raises:
-        AttributeError: the library lacks one.
     """
 
     def __init__(self, table: Table):
@@ -197,12 +189,10 @@ class Nccl:
         texts = [self._error_text(code), self._last_error(comm)]
         told = "; ".join(text.decode(errors="replace") for text in texts if text)
         raise NcclError(
-            errors.explain(
-                "[NCCL]",
-                f"{what} to succeed",
-                f"error {code}: {told}",
-                "Set NCCL_DEBUG=INFO for NCCL's log. KERAS_DIST_GPU=host reduces on the host.",
-            )
+            "[NCCL]",
+            f"{what} to succeed",
+            f"error {code}: {told}",
+            "Set NCCL_DEBUG=INFO for NCCL's log. KERAS_DIST_GPU=host reduces on the host.",
         )
 
 

@@ -13,8 +13,6 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._gpu.libraries import Table, find, missing
 
-__all__ = ["Event", "Runtime", "load_runtime"]
-
 NOT_READY = 600
 NON_BLOCKING = 1  # a stream that does not wait for the default stream
 DISABLE_TIMING = 2
@@ -35,12 +33,7 @@ _thread = _Thread()
 
 
 class Runtime:
-    """The runtime of one GPU of this process.
-
-    Args:
-        table: its functions.
-        device: number of the GPU among those that the process sees.
-    """
+    """The runtime of one GPU of this process."""
 
     def __init__(self, table: Table, device: int = 0):
         self.path, self._prefix, self.device = table.path, table.prefix, device
@@ -67,20 +60,14 @@ class Runtime:
         self.events: list[int] = []  # that are to be used again
 
     def check(self, code: int, what: str) -> None:
-        """Raises the error of a call.
-
-        Raises:
-            BackendError: the runtime reports one.
-        """
+        """Raises the error of a call."""
         if code:
             text = (self._error_text(code) or b"unknown").decode(errors="replace")
             raise errors.BackendError(
-                errors.explain(
-                    f"[GPU {self.device}]",
-                    f"{what} to succeed",
-                    f"{self._prefix} error {code}: {text}",
-                    "See the driver's log (dmesg). KERAS_DIST_GPU=host reduces on the host.",
-                )
+                f"[GPU {self.device}]",
+                f"{what} to succeed",
+                f"{self._prefix} error {code}: {text}",
+                "See the driver's log (dmesg). KERAS_DIST_GPU=host reduces on the host.",
             )
 
     def use(self) -> None:
@@ -176,11 +163,7 @@ class Event:
         runtime.check(runtime._record(self._handle, stream), "the record of an event")
 
     def is_reached(self) -> bool:
-        """Returns whether the work before it has been done.
-
-        Raises:
-            BackendError: the work has failed.
-        """
+        """Returns whether the work before it has been done."""
         code = self._runtime._query(self._handle)
         if code == NOT_READY:
             return False
@@ -214,21 +197,15 @@ def _runtime_of(device: int) -> Runtime | None:
         return None if table is None else Runtime(table, device)
     except AttributeError as error:
         raise errors.BackendError(
-            errors.explain(
-                "[keras_dist]",
-                f"a runtime with the function {error}",
-                f"{table.path if table else ''} without it",
-                f"Install {missing('runtime')}.",
-            )
+            "[keras_dist]",
+            f"a runtime with the function {error}",
+            f"{table.path if table else ''} without it",
+            f"Install {missing('runtime')}.",
         ) from None
 
 
 def load_runtime(device: int | None = None) -> Runtime | None:
-    """Returns the runtime of the GPU of this process; `None` if there is no library.
-
-    Args:
-        device: number of the GPU, if it is to be selected. Defaults to the one selected before.
-    """
+    """Returns the runtime of the GPU of this process; `None` if there is no library."""
     global _device
     if device is not None:
         _device = device

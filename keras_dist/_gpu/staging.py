@@ -14,18 +14,11 @@ import numpy as np
 from keras_dist._gpu.arrays import DeviceArray
 from keras_dist._gpu.runtime import Event, Runtime
 
-__all__ = ["Half", "Staging", "staging_of"]
-
 ALIGNMENT = 64  # bytes: a cache line
 
 
 class Half:
-    """Pinned memory for a piece; results of two pieces are copied up at a time.
-
-    Args:
-        memory: the memory, uint8.
-        arrays: the arrays that are copied into it.
-    """
+    """Pinned memory for a piece; results of two pieces are copied up at a time."""
 
     def __init__(self, memory: np.ndarray, arrays: Sequence[DeviceArray]):
         self.memory = memory
@@ -55,11 +48,7 @@ class Half:
 
 
 class Staging:
-    """Copies arrays down to the host and results up again, for all that a process reduces.
-
-    Args:
-        runtime: the runtime of the GPU.
-    """
+    """Copies arrays down to the host and results up again, for all that a process reduces."""
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
@@ -94,14 +83,7 @@ class Staging:
         views: Sequence[np.ndarray],
         targets: Sequence[DeviceArray],
     ) -> None:
-        """Starts to copy results, by way of the memory of `down`, into new arrays on the GPU.
-
-        Args:
-            half: the memory.
-            results: the results.
-            views: the place of each result in the memory.
-            targets: the new arrays, laid out in the memory one after the other.
-        """
+        """Starts to copy results, by way of the memory of `down`, into new arrays on the GPU."""
         for result, view in zip(results, views, strict=True):
             if result.ctypes.data != view.ctypes.data:
                 np.copyto(view, result)

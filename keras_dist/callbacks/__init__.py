@@ -156,12 +156,10 @@ def callbacks(
     if warmup_epochs:
         if initial_lr is None:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "initial_lr together with warmup_epochs",
-                    "initial_lr=None",
-                    "Pass the target learning rate, for example 0.01 * keras_dist.size().",
-                )
+                runtime.where(),
+                "initial_lr together with warmup_epochs",
+                "initial_lr=None",
+                "Pass the target learning rate, for example 0.01 * keras_dist.size().",
             )
         made.append(LearningRateWarmupCallback(initial_lr, warmup_epochs, verbose=verbose))
     made.extend(others)
@@ -184,7 +182,7 @@ def _reaction_to_failure(on_failure: str | None, root_rank: int) -> str:
         remedy = "Use root_rank=0: when a rank dies, the remaining ranks are renumbered from 0."
     else:
         return choice
-    raise errors.ArgumentError(errors.explain(runtime.where(), expected, repr(choice), remedy))
+    raise errors.ArgumentError(runtime.where(), expected, repr(choice), remedy)
 
 
 class _CallablePackage(types.ModuleType):

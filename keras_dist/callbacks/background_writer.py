@@ -12,12 +12,6 @@ from typing import BinaryIO
 from keras_dist import errors, runtime
 from keras_dist.storage.atomic_write import beside, move
 
-__all__ = [
-    "NEEDS_ROOM",
-    "BackgroundWriter",
-    "write_atomically",
-]
-
 Save = Callable[[str], None]
 
 HDF5 = ".h5"
@@ -30,14 +24,9 @@ def write_atomically(save: Save, filepath: str, nbytes: int = 0) -> None:
     """Saves to a temporary file with a random name in the same directory, then renames it.
 
     Args:
-        save: function that writes a file at a given path.
-        filepath: final path, with a suffix that Keras supports.
         nbytes: estimated size of the file in bytes. Defaults to 0, unknown. An HDF5 file is not
             started without that much free space, because the HDF5 library aborts the process
             when it closes a file on a full disk.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     target = pathlib.Path(filepath)
     with beside(target) as path:
@@ -62,9 +51,6 @@ class BackgroundWriter:
         """Serialises, after the previous file is written; copies in the background.
 
         The arguments are those of `write_atomically`.
-
-        Raises:
-            OSError: the temporary file cannot be written.
         """
         self._join()
         directory = pathlib.Path(tempfile.gettempdir())
@@ -78,11 +64,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self) -> bool:
-        """Waits until the last file is written; returns whether a write was pending.
-
-        Raises:
-            CheckpointError: the file could not be written; its cause is the original error.
-        """
+        """Waits until the last file is written; returns whether a write was pending."""
         was_pending = self._thread is not None
         self._join()
         failure, self._failure = self._failure, None

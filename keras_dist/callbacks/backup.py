@@ -34,8 +34,6 @@ from keras_dist.training.ranks_change import is_resuming
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
 from keras_dist.training.sharded_state import gathered
 
-__all__ = ["BackupAndRestore", "contents"]
-
 ABOUT = "about"  # name of the JSON document among the arrays of the file
 
 

@@ -13,8 +13,6 @@ from keras_dist.data.nested import as_array
 from keras_dist.training.traced_steps import before_first_step
 from keras_dist.training.trainer import watch_models
 
-__all__ = ["VerifyBatches"]
-
 
 class VerifyBatches(keras.callbacks.Callback):
     """Warns if ranks start `fit` with the same first batch.

@@ -14,8 +14,6 @@ from keras_dist.training.seeds import separate_in_fit
 from keras_dist.training.traced_steps import before_first_step
 from keras_dist.training.trainer import watch_models
 
-__all__ = ["BroadcastGlobalVariablesCallback"]
-
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the root's weights, layer and optimizer state before the first step of `fit`.
@@ -86,12 +84,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         model = self.model
         if model.optimizer is None:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    f"model {model.name!r} to be compiled with an optimizer",
-                    "none",
-                    "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile.",
-                )
+                runtime.where(),
+                f"model {model.name!r} to be compiled with an optimizer",
+                "none",
+                "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile.",
             )
         build_optimizers_alike(model)
         if not model.optimizer.built:
@@ -123,22 +119,16 @@ def _build(model: keras.Model, batches: Any) -> None:
 
 
 def _variables(given: Any) -> list[Any]:
-    """Returns a variable, a collection of variables or `None` as a list.
-
-    Raises:
-        ArgumentTypeError: an element is not a variable.
-    """
+    """Returns a variable, a collection of variables or `None` as a list."""
     single = hasattr(given, "assign")
     several = isinstance(given, Iterable) and not single
     variables = list(given) if several else [] if given is None else [given]
     for variable in variables:
         if not hasattr(variable, "assign"):
             raise errors.ArgumentTypeError(
-                errors.explain(
-                    runtime.where(),
-                    "local_variables to be a Keras variable or a list of variables",
-                    f"{variable!r} of type {type(variable).__name__}",
-                    "Pass for example local_variables=model.layers[0].trainable_variables.",
-                )
+                runtime.where(),
+                "local_variables to be a Keras variable or a list of variables",
+                f"{variable!r} of type {type(variable).__name__}",
+                "Pass for example local_variables=model.layers[0].trainable_variables.",
             )
     return variables

@@ -10,17 +10,11 @@ from typing import Any
 
 import keras
 
-__all__ = ["ListMember", "SharedCallbackList"]
-
 BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end")
 
 
 class SharedCallbackList:
-    """The callbacks of one fit.
-
-    Args:
-        callbacks: the list of Keras.
-    """
+    """The callbacks of one fit."""
 
     def __init__(self, callbacks: keras.callbacks.CallbackList):
         self._list = callbacks
@@ -45,12 +39,7 @@ class SharedCallbackList:
         self._waiting.append(work)
 
     def skip(self, batches: int, logs: dict[str, Any]) -> None:
-        """Skips the hooks of the first batches of this epoch.
-
-        Args:
-            batches: number of batches.
-            logs: logs of the last of them.
-        """
+        """Skips the hooks of the first batches of this epoch."""
         self._skipped, self.logs = batches, logs
 
     def follow(self) -> None:

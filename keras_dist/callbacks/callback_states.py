@@ -18,17 +18,6 @@ from keras_dist._compat.keras.callbacks import STATE_ATTRIBUTES
 from keras_dist.callbacks.nested_values import pack
 from keras_dist.callbacks.root import RootOnly
 
-__all__ = [
-    "acting",
-    "append_to_files",
-    "attributes_of",
-    "has_state_dict",
-    "rank_states",
-    "restore",
-    "shared_states",
-    "with_files_of",
-]
-
 ATTRIBUTES, USERS, FILE = "attributes", "state_dict", "file"
 
 State = dict[str, Any]
@@ -153,23 +142,17 @@ def _warn_once(kind: str, attribute: str, why: str) -> None:
 
 
 def _state_of(callback: Any) -> Any:
-    """Returns the state of a user callback.
-
-    Raises:
-        CheckpointError: `state_dict` fails, or returns a value that a backup cannot hold.
-    """
+    """Returns the state of a user callback."""
     try:
         given = callback.state_dict()
         pack(given, [])
     except Exception as error:  # raised on all ranks
         raise errors.CheckpointError(
-            errors.explain(
-                runtime.where(),
-                f"{type(callback).__name__}.state_dict() to return JSON values, NumPy arrays and "
-                "tensors, in dicts, lists and tuples",
-                f"{type(error).__name__}: {error}",
-                "Return values of these types only.",
-            )
+            runtime.where(),
+            f"{type(callback).__name__}.state_dict() to return JSON values, NumPy arrays and "
+            "tensors, in dicts, lists and tuples",
+            f"{type(error).__name__}: {error}",
+            "Return values of these types only.",
         ) from error
     return given
 
@@ -179,12 +162,10 @@ def _restore_own(callback: Any, state: Any) -> None:
         callback.load_state_dict(state)
     except Exception as error:  # raised on all ranks
         raise errors.CheckpointError(
-            errors.explain(
-                runtime.where(),
-                f"{type(callback).__name__}.load_state_dict() to accept the value of state_dict()",
-                f"{type(error).__name__}: {error}",
-                "Fix load_state_dict, or remove the backup to train from the start.",
-            )
+            runtime.where(),
+            f"{type(callback).__name__}.load_state_dict() to accept the value of state_dict()",
+            f"{type(error).__name__}: {error}",
+            "Fix load_state_dict, or remove the backup to train from the start.",
         ) from error
 
 

@@ -15,8 +15,6 @@ from keras_dist.storage.root_action import on_root
 from keras_dist.training.model_state import state
 from keras_dist.training.sharded_state import gathered, whole_nbytes
 
-__all__ = ["BestModelCheckpoint", "ModelCheckpoint"]
-
 # Upper bound of the metadata that HDF5 writes per file and per variable.
 HDF5_NBYTES = 8192
 

@@ -6,8 +6,6 @@ import keras
 
 from keras_dist import runtime
 
-__all__ = ["RootConsoleCallback"]
-
 
 class RootConsoleCallback(keras.callbacks.Callback):
     """Sets `verbose=0` on all ranks but the root.

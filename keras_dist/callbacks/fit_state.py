@@ -11,8 +11,6 @@ from keras_dist.callbacks import callback_states, rank_states
 from keras_dist.callbacks.nested_values import pack, unpack
 from keras_dist.storage.root_action import on_all
 
-__all__ = ["FitState", "Packed", "read", "write"]
-
 # JSON, and the bytes of its arrays.
 Packed = tuple[Any, list[np.ndarray]]
 
@@ -22,12 +20,7 @@ CALLBACKS = "callbacks"
 
 
 class FitState:
-    """The states of the callbacks and of the ranks of one fit.
-
-    Args:
-        callbacks: all callbacks of the fit.
-        root_rank: the rank whose callback states are used on all ranks.
-    """
+    """The states of the callbacks and of the ranks of one fit."""
 
     def __init__(self, callbacks: Iterable[keras.callbacks.Callback], root_rank: int):
         self._every = list(callbacks)
@@ -43,11 +36,7 @@ class FitState:
         return callback_states.acting(self._every)
 
     def agree(self, resumes: bool) -> None:
-        """Broadcasts the names of the callbacks of the root. Collective: every rank; blocks.
-
-        Args:
-            resumes: whether there is a backup: callbacks append to their files.
-        """
+        """Broadcasts the names of the callbacks of the root. Collective: every rank; blocks."""
         comm, names = runtime.communicator(), list(self.callbacks)
         self._on_root = _engine.collectives.broadcast_object(
             comm, names, self._root_rank, "the callbacks of the root"
@@ -89,11 +78,7 @@ class FitState:
         return [unpack(*packed) for packed in self._ranks]
 
     def restore_callbacks(self) -> None:
-        """Restores the states of callbacks. Collective: every rank; blocks.
-
-        Raises:
-            CheckpointError: a custom callback fails in `load_state_dict`; raised on every rank.
-        """
+        """Restores the states of callbacks. Collective: every rank; blocks."""
         for logger in self._appending:
             logger.append = False
         if self._shared is not None:

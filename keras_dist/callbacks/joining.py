@@ -20,8 +20,6 @@ from keras_dist.training import model_arrays
 from keras_dist.training.model_state import has_weights
 from keras_dist.training.ranks_change import RanksChange, SharedState, count, is_resuming, resumed
 
-__all__ = ["REACTIONS", "AdmitRanks"]
-
 REACTIONS = ("stop", "continue", "replace")
 MEMORY = pathlib.Path("the memory of the root")
 
@@ -221,22 +219,18 @@ def _change(joiners: Sequence[str], spawned: bool, shared: SharedState) -> None:
 
 def _cannot_go_on() -> errors.RankLostError:
     return errors.RankLostError(
-        errors.explain(
-            runtime.where(),
-            "a process that replaces a rank to join before another rank dies",
-            "the death of one of them",
-            "Start the job again from its backup; keras-dist run --max-restarts does.",
-        )
+        runtime.where(),
+        "a process that replaces a rank to join before another rank dies",
+        "the death of one of them",
+        "Start the job again from its backup; keras-dist run --max-restarts does.",
     )
 
 
 def _cannot_share_out() -> errors.DataError:
     return errors.DataError(
-        errors.explain(
-            runtime.where(),
-            "training data of keras_dist.data.shard with a known order, where ranks may join",
-            "other data, which cannot be distributed again",
-            "Pass arrays, a data set with a length or files of rows to keras_dist.data.shard, or "
-            "do not set KERAS_DIST_JOIN_DIRECTORY.",
-        )
+        runtime.where(),
+        "training data of keras_dist.data.shard with a known order, where ranks may join",
+        "other data, which cannot be distributed again",
+        "Pass arrays, a data set with a length or files of rows to keras_dist.data.shard, or "
+        "do not set KERAS_DIST_JOIN_DIRECTORY.",
     )

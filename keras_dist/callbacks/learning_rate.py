@@ -9,8 +9,6 @@ from keras_dist import errors, runtime
 from keras_dist._compat.keras.optimizer_state import learning_rate, velocities
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, innermost_optimizer
 
-__all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
-
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier` in a range of epochs.
@@ -53,12 +51,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         super().__init__()
         if initial_lr is None:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "initial_lr to be a number",
-                    "None",
-                    "Pass the learning rate, for example 0.01 * keras_dist.size().",
-                )
+                runtime.where(),
+                "initial_lr to be a number",
+                "None",
+                "Pass the learning rate, for example 0.01 * keras_dist.size().",
             )
         self.initial_lr = initial_lr
         self.multiplier = multiplier
@@ -85,35 +81,29 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = innermost_optimizer(self.model.optimizer)
         if isinstance(optimizer, MULTI_OPTIMIZER):
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    f"an optimizer with one learning rate, for {type(self).__name__}",
-                    f"a {type(optimizer).__name__}",
-                    "Give each of its optimizers a schedule from keras.optimizers.schedules.",
-                )
+                runtime.where(),
+                f"an optimizer with one learning rate, for {type(self).__name__}",
+                f"a {type(optimizer).__name__}",
+                "Give each of its optimizers a schedule from keras.optimizers.schedules.",
             )
         if isinstance(
             learning_rate(optimizer),
             keras.optimizers.schedules.LearningRateSchedule,
         ):
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "an optimizer whose learning rate is a number",
-                    "a LearningRateSchedule",
-                    "Use either a schedule in the optimizer or this callback.",
-                )
+                runtime.where(),
+                "an optimizer whose learning rate is a number",
+                "a LearningRateSchedule",
+                "Use either a schedule in the optimizer or this callback.",
             )
         steps = self.steps_per_epoch or self.params.get("steps")
         self._steps = steps or 1
         if steps is None and not self.staircase:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "a known number of steps per epoch",
-                    "a dataset of unknown length",
-                    f"Pass steps_per_epoch to {type(self).__name__}.",
-                )
+                runtime.where(),
+                "a known number of steps per epoch",
+                "a dataset of unknown length",
+                f"Pass steps_per_epoch to {type(self).__name__}.",
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

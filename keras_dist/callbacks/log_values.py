@@ -10,8 +10,6 @@ from keras_dist import _engine, runtime
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.training.model_state import bytes_of, to_numpy
 
-__all__ = ["agreed_logs", "as_numbers", "is_close", "number_of"]
-
 #: names of a value in nested logs, the outermost first
 Path = tuple[Any, ...]
 
@@ -40,10 +38,6 @@ def agreed_logs(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
     averaged if all ranks have them in one shape.
 
     Collective: every rank; blocks.
-
-    Args:
-        logs: values by name, in nested dicts, made by `as_numbers`.
-        counts: whether this rank has had a batch; if not, its numbers do not count.
     """
     own = dict(_numbers(logs))
     mine = counts, {path: _described(value) for path, value in own.items()}

@@ -12,8 +12,6 @@ from keras_dist.training.metric_states import merged_states, unmergeable
 from keras_dist.training.tasks import Compute, Task, task_of
 from keras_dist.training.trainer import watch_models
 
-__all__ = ["MetricAverageCallback"]
-
 
 class MetricAverageCallback(keras.callbacks.Callback):
     """Computes the logs of `fit` and `evaluate` over the data of all ranks.

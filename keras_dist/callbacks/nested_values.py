@@ -8,8 +8,6 @@ import numpy as np
 
 from keras_dist.training.model_state import bytes_of
 
-__all__ = ["pack", "unpack"]
-
 # Exact types: a `numpy.float64` is a `float` as well, and must keep its type.
 PLAIN = (type(None), bool, int, float, str)
 LISTS: dict[str, Any] = {"list": list, "tuple": tuple}
@@ -19,15 +17,7 @@ def pack(value: Any, arrays: list[np.ndarray]) -> Any:
     """Converts a nested value to JSON and bytes.
 
     Args:
-        value: `None`, booleans, numbers, strings, numpy arrays and scalars, tensors and variables;
-            in lists, tuples and dicts.
         arrays: list to which the bytes of each array are appended.
-
-    Returns:
-        JSON value.
-
-    Raises:
-        TypeError: the value contains another type.
     """
     if type(value) in PLAIN:
         return value

@@ -11,8 +11,6 @@ from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist.training.copied_options import KeepsOptions, plain_config
 from keras_dist.training.model_state import families, optimizers_of
 
-__all__ = ["compare_optimizers", "hyperparameters"]
-
 WRAP = (
     "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile, and load models by "
     "keras_dist.load_model."
@@ -24,15 +22,6 @@ def compare_optimizers(model: keras.Model, root_rank: int) -> None:
 
     Collective: every rank; blocks. The root warns of hyperparameters that differ, and of plain
     optimizers if the model has a train step of its own, which may average gradients.
-
-    Args:
-        model: a compiled Keras model.
-        root_rank: the rank that the other ranks are compared with.
-
-    Raises:
-        MismatchError: some ranks have a distributed optimizer, and others do not; raised on every
-            rank.
-        UsageError: no optimizer is distributed; raised on every rank.
     """
     comm, optimizers = runtime.communicator(), optimizers_of(model)
     is_distributed = any(isinstance(optimizer, KeepsOptions) for optimizer in optimizers)
@@ -44,7 +33,7 @@ def compare_optimizers(model: keras.Model, root_rank: int) -> None:
         where = f"[rank {are_distributed.index(False)} of {comm.size}]"
         expected = f"the optimizer of model {model.name!r} to be distributed"
         received = f"a plain one, while that of rank {are_distributed.index(True)} is distributed"
-        raise errors.MismatchError(errors.explain(where, expected, received, WRAP))
+        raise errors.MismatchError(where, expected, received, WRAP)
     if not is_distributed and optimizers:
         _refuse_plain(model, optimizers[0], root_rank)
     _warn_of_differences(values, root_rank)

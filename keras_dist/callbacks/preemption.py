@@ -16,8 +16,6 @@ from keras_dist.callbacks.stopping import STOPS_JOB
 from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
 from keras_dist.training.tasks import task_of
 
-__all__ = ["PreemptionCallback"]
-
 _log = logging.getLogger("keras_dist")
 
 

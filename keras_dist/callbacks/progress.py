@@ -7,8 +7,6 @@ import keras
 from keras_dist import _engine
 from keras_dist.callbacks.throughput import count_samples
 
-__all__ = ["ProgressCallback"]
-
 
 class ProgressCallback(keras.callbacks.Callback):
     """Records steps, samples and logs of `fit` for monitors such as `keras-dist top`.

@@ -14,8 +14,6 @@ from keras_dist import _engine, runtime
 from keras_dist.data import epochs
 from keras_dist.training import random_generators
 
-__all__ = ["RandomState"]
-
 States = dict[str, Any]
 
 
@@ -46,11 +44,7 @@ class RandomState:
         )
 
     def resume(self, found: Sequence[list[States]] | None) -> None:
-        """Restores the generators of this rank from a backup of the same number of ranks.
-
-        Args:
-            found: a result of `gather`, or `None`.
-        """
+        """Restores the generators of this rank from a backup of the same number of ranks."""
         self._resumed = self._skipped = {}
         if found is None or len(found) != runtime.size():
             return

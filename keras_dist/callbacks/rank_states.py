@@ -17,29 +17,13 @@ from keras_dist.training.metric_states import states_of
 from keras_dist.training.model_state import random_states, to_numpy
 from keras_dist.training.seeds import separate_generators
 
-__all__ = [
-    "RankState",
-    "assign_statistics",
-    "of_rank",
-    "restore_metrics",
-    "restore_random",
-    "restore_statistics",
-    "state",
-]
-
 RankState = dict[str, Any]
 
 
 def state(
     model: keras.Model, logs: dict[str, Any], statistics: Mapping[int, np.ndarray]
 ) -> RankState:
-    """Returns the state of this rank.
-
-    Args:
-        model: the trained model.
-        logs: logs of its last batch; only numbers are saved.
-        statistics: values of non-trainable weights on this rank, by index.
-    """
+    """Returns the state of this rank."""
     numbers = {name: number_of(value) for name, value in logs.items()}
     return {
         "random": [to_numpy(variable) for variable in random_states(model)],
@@ -56,13 +40,7 @@ def of_rank(states: Sequence[RankState]) -> RankState:
 
 
 def restore_random(model: keras.Model, states: Sequence[RankState], root_rank: int) -> None:
-    """Restores the random generators of each rank. Collective: every rank; blocks.
-
-    Args:
-        model: a built model with the generators of the root.
-        states: states of all ranks, from a backup.
-        root_rank: the rank that has read the backup.
-    """
+    """Restores the random generators of each rank. Collective: every rank; blocks."""
     if len(states) != runtime.size():
         separate_generators(model, root_rank)
         return
@@ -86,11 +64,7 @@ def assign_statistics(model: keras.Model, statistics: Mapping[int, np.ndarray]) 
 
 
 def restore_metrics(model: keras.Model, states: Sequence[RankState]) -> bool:
-    """Restores the metrics of each rank; in a job of another size, rank 0 gets the totals.
-
-    Returns:
-        Whether the model has these metrics.
-    """
+    """Restores the metrics of each rank; in a job of another size, rank 0 gets the totals."""
     variables = model.metrics_variables
     shapes = [tuple(variable.shape) for variable in variables]
     if any([value.shape for value in each["metrics"]] != shapes for each in states):

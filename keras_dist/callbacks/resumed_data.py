@@ -9,8 +9,6 @@ from keras_dist import runtime
 from keras_dist.data import epochs
 from keras_dist.data.restarted_iterators import restarted
 
-__all__ = ["global_batch", "steps_now", "warn_of_restarting_data"]
-
 _log = logging.getLogger("keras_dist")
 
 
@@ -21,12 +19,7 @@ def global_batch() -> int | None:
 
 
 def steps_now(about: dict[str, Any], warns: bool) -> int:
-    """Converts the step of a backup to the global batch size of this job.
-
-    Args:
-        about: the JSON document of a backup.
-        warns: whether to warn of samples that are repeated or skipped.
-    """
+    """Converts the step of a backup to the global batch size of this job."""
     log = _log.warning if warns else _log.debug
     step, before, now = about["step"], about.get("global_batch"), global_batch()
     if before and now and before != now:

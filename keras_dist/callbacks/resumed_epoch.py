@@ -14,18 +14,11 @@ from keras_dist.callbacks.random_state import RandomState
 from keras_dist.storage.versioned_backups import REMEDY
 from keras_dist.training.model_state import SKIPPING
 
-__all__ = ["ResumedEpoch", "end_at_once"]
-
 _log = logging.getLogger("keras_dist")
 
 
 def end_at_once(epoch: int, epochs: int) -> int:
-    """Returns the initial epoch of a fit that trains no epoch, and logs a warning on rank 0.
-
-    Args:
-        epoch: number of epochs after which a callback stopped training.
-        epochs: the argument `epochs` of `fit`.
-    """
+    """Returns the initial epoch of a fit that trains no epoch, and logs a warning on rank 0."""
     if runtime.rank() == 0:
         _log.warning(
             "keras_dist: training was stopped after epoch %d, as the backup says: no epoch is "
@@ -37,15 +30,7 @@ def end_at_once(epoch: int, epochs: int) -> int:
 
 
 class ResumedEpoch:
-    """Skips the first batches of a fit: reads them without training.
-
-    Args:
-        model: the model, with its train function.
-        fit: state of the fit, restored from the backup.
-        random: random state of the fit, restored from the backup.
-        found: contents of the backup: `step`, the number of trained batches, and `stopped`.
-        callbacks: list of callbacks of the fit, or `None`.
-    """
+    """Skips the first batches of a fit: reads them without training."""
 
     def __init__(
         self,

@@ -8,8 +8,6 @@ import keras
 from keras_dist import errors, runtime
 from keras_dist.storage.root_action import on_root
 
-__all__ = ["RootOnly", "overrides"]
-
 HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 # Hooks that every rank calls, rarely enough for a collective.
 SYNCHRONIZED = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
@@ -57,25 +55,19 @@ class RootOnly(keras.callbacks.Callback):
         super().__init__()
         if not isinstance(callback, keras.callbacks.Callback):
             raise errors.ArgumentTypeError(
-                errors.explain(
-                    runtime.where(),
-                    "a Keras callback",
-                    f"{callback!r} of type {type(callback).__name__}",
-                    "Pass an instance, for example RootOnly(keras.callbacks.CSVLogger(path)).",
-                )
+                runtime.where(),
+                "a Keras callback",
+                f"{callback!r} of type {type(callback).__name__}",
+                "Pass an instance, for example RootOnly(keras.callbacks.CSVLogger(path)).",
             )
         if _changes_model(callback):
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "a callback that leaves weights, optimizer and learning rate as they are",
-                    type(callback).__name__
-                    + (
-                        " with restore_best_weights" if isinstance(callback, EARLY_STOPPING) else ""
-                    ),
-                    "Pass it to keras_dist.callbacks() itself, without RootOnly: every rank acts "
-                    "alike, on the metrics of all ranks.",
-                )
+                runtime.where(),
+                "a callback that leaves weights, optimizer and learning rate as they are",
+                type(callback).__name__
+                + (" with restore_best_weights" if isinstance(callback, EARLY_STOPPING) else ""),
+                "Pass it to keras_dist.callbacks() itself, without RootOnly: every rank acts "
+                "alike, on the metrics of all ranks.",
             )
         runtime.communicator().index_of_root(root_rank)
         self.callback = callback

@@ -13,8 +13,6 @@ from keras_dist import _engine, errors, runtime
 from keras_dist.monitor import endpoints
 from keras_dist.monitor.job import Job
 
-__all__ = ["WriteScalars"]
-
 
 class WriteScalars(keras.callbacks.Callback):
     """Writes the values of `keras-dist top` as TensorBoard scalars during `fit`.
@@ -123,4 +121,4 @@ def _gib(nbytes: int | None) -> float | None:
 
 
 def _refuse(expected: str, received: str, remedy: str) -> None:
-    raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
+    raise errors.ArgumentError(runtime.where(), expected, received, remedy)

@@ -29,8 +29,6 @@ from keras_dist.training.model_state import (
 )
 from keras_dist.training.replicas import verify_sums
 
-__all__ = ["ShardedCheckpoint"]
-
 WHOLE = "The checkpoint is whole and stays, and training continues. Repair the file system."
 
 _log = logging.getLogger("keras_dist")

@@ -16,8 +16,6 @@ from types import FrameType
 
 from keras_dist import _engine
 
-__all__ = ["HANDLED", "Signals"]
-
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher and a batch system may both send the same signal.
 ECHO_SECONDS = 2.0
@@ -28,9 +26,6 @@ class Signals:
 
     The first signal is reported; another one more than two seconds later ends the process. Outside
     of a fit, also after one that raised, signals have their default action.
-
-    Args:
-        report: called once with the name of the signal, in another thread.
     """
 
     def __init__(self, report: Callable[[str], None]):

@@ -6,8 +6,6 @@ import keras
 
 from keras_dist.training.replicas import average_statistics
 
-__all__ = ["AverageStatisticsCallback"]
-
 
 class AverageStatisticsCallback(keras.callbacks.Callback):
     """Averages moving statistics, such as those of batch normalization, over the ranks.

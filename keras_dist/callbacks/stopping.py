@@ -60,13 +60,11 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         if len(set(everyone)) > 1:
             ranks = ", ".join(str(rank) for rank, each in enumerate(everyone) if each)
             raise errors.MismatchError(
-                errors.explain(
-                    comm.where(),
-                    "callbacks that may stop at a batch on every rank or on none",
-                    f"some on ranks {ranks} of {comm.size} alone",
-                    "Pass the same callbacks on every rank. Wrap a callback that acts on one rank "
-                    "in keras_dist.callbacks.RootOnly.",
-                )
+                comm.where(),
+                "callbacks that may stop at a batch on every rank or on none",
+                f"some on ranks {ranks} of {comm.size} alone",
+                "Pass the same callbacks on every rank. Wrap a callback that acts on one rank "
+                "in keras_dist.callbacks.RootOnly.",
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

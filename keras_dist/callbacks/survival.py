@@ -10,8 +10,6 @@ from keras_dist import _engine, config, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.ops.bucket_size import bucket_nbytes
 
-__all__ = ["GoOnWithoutLostRanks", "too_few_ranks"]
-
 SHARE_OUT = ("next epoch", "at once")
 
 
@@ -55,12 +53,10 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         super().__init__()
         if share_out not in SHARE_OUT:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    f"share_out to be one of {', '.join(map(repr, SHARE_OUT))}",
-                    repr(share_out),
-                    "Omit it, or pass 'at once', which costs a collective per step.",
-                )
+                runtime.where(),
+                f"share_out to be one of {', '.join(map(repr, SHARE_OUT))}",
+                repr(share_out),
+                "Omit it, or pass 'at once', which costs a collective per step.",
             )
         runtime.survive_rank_loss()
         self.verbose = verbose
@@ -129,10 +125,8 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
 def too_few_ranks() -> errors.RankLostError:
     """Returns the error with which a job ends that has fewer ranks than it needs."""
     return errors.RankLostError(
-        errors.explain(
-            runtime.where(),
-            f"at least {config.settings().min_np} ranks (--min-np)",
-            f"{runtime.size()}: others have died",
-            "Start the job again from its backup; keras-dist run --max-restarts does.",
-        )
+        runtime.where(),
+        f"at least {config.settings().min_np} ranks (--min-np)",
+        f"{runtime.size()}: others have died",
+        "Start the job again from its backup; keras-dist run --max-restarts does.",
     )

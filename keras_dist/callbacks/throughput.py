@@ -10,8 +10,6 @@ from keras_dist import _engine, runtime
 from keras_dist._compat.keras.metrics import samples_weighted
 from keras_dist.ops.bucket_size import bucket_nbytes
 
-__all__ = ["Throughput", "count_samples"]
-
 
 class Throughput(keras.callbacks.Callback):
     """Adds the throughput of all ranks and their waiting time to the logs of an epoch.

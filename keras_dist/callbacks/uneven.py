@@ -18,8 +18,6 @@ from keras_dist.training.model_state import accumulators, optimizers_inside, rep
 from keras_dist.training.replicas import broadcast_variables
 from keras_dist.training.tasks import task_of
 
-__all__ = ["UnevenDataCallback"]
-
 CHOICES = ("continue", "stop", "error")
 
 
@@ -58,12 +56,10 @@ class UnevenDataCallback(keras.callbacks.Callback):
         super().__init__()
         if uneven not in CHOICES:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    f"uneven to be one of {', '.join(CHOICES)}",
-                    repr(uneven),
-                    "Omit it for 'continue', which trains until all ranks are out of data.",
-                )
+                runtime.where(),
+                f"uneven to be one of {', '.join(CHOICES)}",
+                repr(uneven),
+                "Omit it for 'continue', which trains until all ranks are out of data.",
             )
         self.uneven = uneven
         # What the fit around this one does where a rank is missing.
@@ -133,13 +129,11 @@ class UnevenDataCallback(keras.callbacks.Callback):
         if not ranks:
             return
         raise errors.DataError(
-            errors.explain(
-                job.where(),
-                "as many batches on every rank, with uneven='error'",
-                f"ranks {ranks} out of data before others",
-                "Shard the data with keras_dist.data.shard, or pass uneven='continue' or "
-                "'stop' to keras_dist.callbacks.",
-            )
+            job.where(),
+            "as many batches on every rank, with uneven='error'",
+            f"ranks {ranks} out of data before others",
+            "Shard the data with keras_dist.data.shard, or pass uneven='continue' or "
+            "'stop' to keras_dist.callbacks.",
         )
 
 
@@ -166,15 +160,7 @@ def _follow(
     root: int,
     statistics: Sequence[Any],
 ) -> None:
-    """Broadcasts weights and state of an optimizer, and statistics, to its ranks.
-
-    Args:
-        optimizer: a distributed optimizer.
-        comm: communicator of the optimizer.
-        steps: number of batches on each rank.
-        root: index in `comm` of the rank whose state is broadcast.
-        statistics: variables of layers.
-    """
+    """Broadcasts weights and state of an optimizer, and statistics, to its ranks."""
     broadcast_variables(comm, [*replicated_variables(optimizer), *statistics], comm.ranks[root])
     if (steps[comm.rank] - steps[root]) % _passes(optimizer):
         for variable in accumulators([optimizer, *optimizers_inside(optimizer)]):

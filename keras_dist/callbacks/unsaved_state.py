@@ -11,8 +11,6 @@ import numpy as np
 
 from keras_dist.callbacks.callback_states import attributes_of, has_state_dict
 
-__all__ = ["UnsavedState"]
-
 KNOWN = ("keras.", "keras_dist.")
 FRAMEWORKS = ("keras", "tensorflow", "torch", "jax")
 DEPTH = 4  # maximum nesting of compared objects
@@ -25,9 +23,6 @@ class UnsavedState:
     """Warns of callbacks whose attributes change within an epoch, once per callback.
 
     Attributes that `on_epoch_begin` sets do not count: a resumed run sets them again.
-
-    Args:
-        callbacks: callbacks that act on this rank, by name.
     """
 
     def __init__(self, callbacks: Mapping[str, keras.callbacks.Callback]):

@@ -49,9 +49,7 @@ class VerifyReplicas(keras.callbacks.Callback):
         number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
         if every is not None and not number:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(), "every to be a number of epochs", repr(every), "Pass 1."
-                )
+                runtime.where(), "every to be a number of epochs", repr(every), "Pass 1."
             )
         runtime.communicator().index_of_root(root_rank)
         self.every = every
@@ -94,18 +92,6 @@ def verify_before_writing(
     reduce over all ranks.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a built Keras model.
-        moment: `WRITING` or `ENDING`; a second check at the same moment is skipped. Defaults to
-            `WRITING`.
-        check: called instead, at each write. Defaults to `None`.
-
-    Returns:
-        See `average_statistics`.
-
-    Raises:
-        MismatchError: the replicas differ; raised on every rank.
     """
     if not are_replicas(model):
         return {}

@@ -11,8 +11,6 @@ from keras_dist.storage import generations
 from keras_dist.storage.generations import REMEDY, Generation
 from keras_dist.storage.root_action import on_root
 
-__all__ = ["newest", "newest_of_all"]
-
 Value = TypeVar("Value")
 
 LOOKS = 5  # at a directory that changes
@@ -24,9 +22,6 @@ def newest(directory: pathlib.Path) -> Contents | None:
     """Returns the newest undamaged generation, or `None` if there is none; reads all its bytes.
 
     Does not communicate.
-
-    Raises:
-        CheckpointError: there are generations, and all are damaged.
     """
     return _newest(
         lambda: generations.newest_first(directory),
@@ -38,16 +33,7 @@ def newest(directory: pathlib.Path) -> Contents | None:
 
 
 def newest_of_all(directory: pathlib.Path, root_rank: int) -> Contents | None:
-    """Does the same on all ranks, each of which reads some parts. Collective; blocks.
-
-    Args:
-        directory: the directory of the checkpoint, which all ranks share.
-        root_rank: the rank that chooses.
-
-    Raises:
-        CheckpointError: there are generations and all are damaged, or the directory cannot be
-            read; raised on every rank.
-    """
+    """Does the same on all ranks, each of which reads some parts. Collective; blocks."""
     comm = runtime.communicator()
 
     def ask(work: Callable[[], Value]) -> Value:

@@ -13,8 +13,6 @@ from keras_dist.checkpoints.loading import missing
 from keras_dist.checkpoints.reading import Contents, restore
 from keras_dist.storage.atomic_write import beside, move
 
-__all__ = ["export"]
-
 
 def export(
     directory: str | os.PathLike[str],
@@ -72,10 +70,8 @@ def _described_model(contents: Contents, custom_objects: dict[str, Any]) -> kera
         return keras.models.model_from_json(described, custom_objects)
     except Exception as error:  # Keras raises any error of a user's class
         raise errors.CheckpointError(
-            errors.explain(
-                runtime.where(),
-                f"the description of a model that Keras can make in {contents.generation.path}",
-                f"{type(error).__name__}: {error}",
-                "Pass a model of the same architecture as model=, or classes as custom_objects=.",
-            )
+            runtime.where(),
+            f"the description of a model that Keras can make in {contents.generation.path}",
+            f"{type(error).__name__}: {error}",
+            "Pass a model of the same architecture as model=, or classes as custom_objects=.",
         ) from error

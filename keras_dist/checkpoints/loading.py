@@ -11,8 +11,6 @@ from keras_dist.checkpoints.reading import restore
 from keras_dist.storage.root_action import on_all
 from keras_dist.training.model_state import accumulators, optimizers_of
 
-__all__ = ["load", "missing"]
-
 
 def load(model: keras.Model, directory: str | os.PathLike[str], *, root_rank: int = 0) -> int:
     """Loads the newest whole generation of a sharded checkpoint into a model.
@@ -62,10 +60,8 @@ def load(model: keras.Model, directory: str | os.PathLike[str], *, root_rank: in
 def missing(directory: pathlib.Path) -> errors.CheckpointError:
     """Returns the error about a directory without a whole generation."""
     return errors.CheckpointError(
-        errors.explain(
-            runtime.where(),
-            f"a whole generation of a sharded checkpoint in {directory}",
-            "none",
-            "Pass the directory that ShardedCheckpoint writes to.",
-        )
+        runtime.where(),
+        f"a whole generation of a sharded checkpoint in {directory}",
+        "none",
+        "Pass the directory that ShardedCheckpoint writes to.",
     )

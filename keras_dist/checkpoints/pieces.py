@@ -14,21 +14,12 @@ import numpy as np
 from keras_dist.storage.tensor_file import Tensor
 from keras_dist.training.model_state import host_array, slice_of
 
-__all__ = ["SEED", "Piece", "dtype_of", "nbytes_of", "pieces_of_rank", "tensors_of", "views_of"]
-
 SEED = "seed"  # prefix of the names of random states; other names are those of pieces
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Elements of the flattened value of a variable.
-
-    Args:
-        index: index of the variable in the checkpoint.
-        variable: the Keras variable; a slice holds this piece alone.
-        low: first element, in the whole value.
-        high: end of the elements.
-    """
+    """Elements of the flattened value of a variable."""
 
     index: int
     variable: Any
@@ -44,15 +35,7 @@ class Piece:
 def pieces_of_rank(
     variables: Sequence[Any], rank: int, size: int, is_equal: Callable[[Any], bool], is_root: bool
 ) -> list[Piece]:
-    """Returns the pieces that a rank writes.
-
-    Args:
-        variables: the variables of the checkpoint.
-        rank: the rank.
-        size: the number of ranks.
-        is_equal: whether a variable is equal on all ranks.
-        is_root: whether the rank is the root.
-    """
+    """Returns the pieces that a rank writes."""
     dealt = [variable for variable in variables if slice_of(variable) is None]
     dealt = [variable for variable in dealt if is_equal(variable)]
     total = sum(nbytes_of(variable) for variable in dealt)
@@ -82,12 +65,7 @@ def views_of(pieces: Iterable[Piece]) -> list[np.ndarray]:
 
 
 def tensors_of(pieces: Iterable[Piece], arrays: Iterable[np.ndarray]) -> list[Tensor]:
-    """Returns what a file holds of pieces.
-
-    Args:
-        pieces: the pieces.
-        arrays: their values as flat uint8 arrays.
-    """
+    """Returns what a file holds of pieces."""
     return [
         Tensor(piece.name, dtype_of(piece.variable).name, array.data)
         for piece, array in zip(pieces, arrays, strict=True)

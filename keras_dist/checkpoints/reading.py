@@ -17,8 +17,6 @@ from keras_dist.training.model_arrays import fit_to, restore_layers
 from keras_dist.training.model_state import random_states, shared_state, slice_of
 from keras_dist.training.sharded_state import shape_of
 
-__all__ = ["Arrays", "Contents", "contents_of", "restore"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
@@ -32,13 +30,7 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """A generation, and what its parts hold.
-
-    Args:
-        generation: the generation.
-        pieces: for each variable, by index, the places of its elements in ascending order.
-        others: the place of each other array, by name.
-    """
+    """A generation, and what its parts hold."""
 
     generation: Generation
     pieces: Mapping[int, Sequence[_Place]]
@@ -68,12 +60,7 @@ class Arrays(Mapping[str, np.ndarray]):
 
 
 def contents_of(generation: Generation) -> Contents:
-    """Reads the headers of all parts.
-
-    Raises:
-        OSError: a part cannot be read.
-        ValueError: a part has another format.
-    """
+    """Reads the headers of all parts."""
     pieces: dict[int, list[_Place]] = {}
     others = {}
     for path in generation.parts:
@@ -93,15 +80,6 @@ def restore(model: keras.Model, contents: Contents, is_root: bool) -> None:
     """Restores weights, optimizers and random states of a model. Each rank reads for itself.
 
     Of optimizers that shard their state it reads its slices.
-
-    Args:
-        model: a built model; its optimizers are built if necessary.
-        contents: what the files hold.
-        is_root: whether this rank takes variables that differ from rank to rank.
-
-    Raises:
-        CheckpointError: the model is not built, the checkpoint is of another model or lacks
-            elements, or a part cannot be read.
     """
     path = contents.generation.path
     try:
@@ -164,11 +142,9 @@ def _read(
             at = end
     if at < high:
         raise errors.CheckpointError(
-            errors.explain(
-                runtime.where(),
-                f"all elements of {about['variables'][index][0]!r} in the checkpoint {path}",
-                f"none from element {at} on",
-                REMEDY,
-            )
+            runtime.where(),
+            f"all elements of {about['variables'][index][0]!r} in the checkpoint {path}",
+            f"none from element {at} on",
+            REMEDY,
         )
     return found

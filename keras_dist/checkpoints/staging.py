@@ -7,8 +7,6 @@ import numpy as np
 
 from keras_dist.checkpoints.pieces import Piece, dtype_of, views_of
 
-__all__ = ["Stage"]
-
 ALIGNMENT = 64  # bytes, of each piece
 
 
@@ -29,9 +27,6 @@ class Stage:
 
     def copy(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         """Copies pieces; the earlier copy must not be in use.
-
-        Args:
-            pieces: the pieces, whose variables are in no step.
 
         Returns:
             The bytes of each, flat uint8 arrays, until the next copy.

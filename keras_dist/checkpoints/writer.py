@@ -16,8 +16,6 @@ from keras_dist import errors, runtime
 from keras_dist.storage import generations
 from keras_dist.storage.tensor_file import Tensor
 
-__all__ = ["Writer"]
-
 # Caches of network file systems may hide a new file from the root for some time.
 VISIBLE_SECONDS = 60.0
 NAP_SECONDS = (0.01, 0.5)  # between looks, growing
@@ -27,12 +25,7 @@ _log = logging.getLogger("keras_dist")
 
 
 class Writer:
-    """Writes generations in a thread, one at a time.
-
-    Args:
-        directory: the directory of the checkpoint, which all ranks share.
-        keep: number of generations that are kept.
-    """
+    """Writes generations in a thread, one at a time."""
 
     def __init__(self, directory: pathlib.Path, keep: int):
         self._directory, self._keep = directory, keep
@@ -53,15 +46,7 @@ class Writer:
         about: Mapping[str, Any] | None,
         previous: int | None = None,
     ) -> None:
-        """Starts to write the part of this rank.
-
-        Args:
-            number: number of the generation, see `generations.begin`.
-            place: rank and number of ranks.
-            tensors: the arrays, which must not change until `finish`.
-            about: on the root the JSON of the manifest; `None` on other ranks.
-            previous: see `generations.commit`.
-        """
+        """Starts to write the part of this rank."""
         self.number, self._part_failure, self._failure = number, None, None
         self._owner = threading.current_thread()
         for event in (self._written, self._ended, self._gives_up):
@@ -79,9 +64,6 @@ class Writer:
 
     def finish(self, are_whole: bool) -> OSError | None:
         """Ends the generation: on the root, waits for the manifest.
-
-        Args:
-            are_whole: whether all ranks have written their parts.
 
         Returns:
             The failure of this rank, `None` if there was none or nothing was started.
@@ -145,12 +127,10 @@ class Writer:
             late = ended_at is not None and time.monotonic() - ended_at > VISIBLE_SECONDS
             if self._gives_up.wait(nap) or late:
                 raise errors.CheckpointError(
-                    errors.explain(
-                        runtime.where(),
-                        f"the parts of {size} ranks in {self._directory / f'{self.number:08d}'}",
-                        f"{len(parts)}, seen by this rank",
-                        SHARED,
-                    )
+                    runtime.where(),
+                    f"the parts of {size} ranks in {self._directory / f'{self.number:08d}'}",
+                    f"{len(parts)}, seen by this rank",
+                    SHARED,
                 )
             nap = min(2 * nap, longest)
         return parts

@@ -6,20 +6,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-__all__ = ["unpack"]
-
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpacks an archive into a new directory.
-
-    Args:
-        archive: a tar or zip file.
-        target: path of the directory.
-
-    Raises:
-        OSError, tarfile.TarError: the file is damaged or not an archive, or a member lies outside
-            of the target.
-    """
+    """Unpacks an archive into a new directory."""
     target.mkdir()
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as opened:
@@ -36,11 +25,7 @@ def unpack(archive: Path, target: Path) -> None:
 
 
 def _files_in(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yields the members of an archive, which must be files or directories within it.
-
-    Raises:
-        OSError: a member is not. A link could lead outside, and later members through it.
-    """
+    """Yields the members of an archive, which must be files or directories within it."""
     for member in archive:
         path = PurePosixPath(member.name)
         if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):

@@ -9,8 +9,6 @@ import keras
 from keras_dist.data import epochs
 from keras_dist.data.rank_batches import RankBatches
 
-__all__ = ["ArrayDataset", "InOrder", "Passes"]
-
 
 class Passes(keras.utils.PyDataset):
     """A data set that a script can loop over: each loop is the next epoch, as in `fit`.
@@ -78,13 +76,7 @@ class InOrder(Passes):
 
 
 class ArrayDataset(InOrder):
-    """One rank's batches of data with random access, in a new order each epoch.
-
-    Args:
-        batches: the batches of this rank.
-        source: the user's data set, whose worker settings apply and whose epoch hooks are called.
-            Defaults to none.
-    """
+    """One rank's batches of data with random access, in a new order each epoch."""
 
     def __init__(self, batches: RankBatches, source: keras.utils.PyDataset | None = None):
         names = ("workers", "use_multiprocessing", "max_queue_size")

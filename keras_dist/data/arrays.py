@@ -10,20 +10,9 @@ from keras_dist.data.kinds import is_tensor
 from keras_dist.data.nested import as_array, described, leaves, mapped
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["ArrayRows", "ArraySource", "no_reader"]
-
 
 class ArraySource(IndexedSource):
-    """Arrays in memory; every rank holds the full data set.
-
-    Args:
-        data: array, or nested tuples, lists and dicts of arrays of equal length.
-        options: options of the data set.
-
-    Raises:
-        ArgumentTypeError: a leaf of `data` is not an array.
-        DataError: lengths differ, or there are fewer samples than ranks or steps.
-    """
+    """Arrays in memory; every rank holds the full data set."""
 
     def __init__(self, data: Any, options: ShardOptions):
         no_reader("arrays", options)
@@ -34,13 +23,7 @@ class ArraySource(IndexedSource):
 
 
 class ArrayRows:
-    """The samples of arrays.
-
-    Args:
-        data: array, or nested tuples, lists and dicts of arrays of equal length. `None` at the end
-            of a tuple is dropped, as in `(x, y, None)`.
-        options: options of the data set, for error messages.
-    """
+    """The samples of arrays."""
 
     def __init__(self, data: Any, options: ShardOptions):
         while isinstance(data, tuple) and len(data) > 1 and data[-1] is None:
@@ -81,7 +64,7 @@ def _check(path: str, leaf: Any, options: ShardOptions) -> None:
         remedy = "Convert the columns, or pass dict(frame) for one array per column."
     else:
         return
-    raise errors.ArgumentTypeError(options.explain(expected, received, remedy))
+    raise errors.ArgumentTypeError(options.where, expected, received, remedy)
 
 
 def _common_length(arrays: list[tuple[str, Any]], options: ShardOptions) -> int:
@@ -89,10 +72,9 @@ def _common_length(arrays: list[tuple[str, Any]], options: ShardOptions) -> int:
     if len(set(lengths.values())) != 1 or None in lengths.values():
         text = ", ".join(f"{path} {length}" for path, length in lengths.items())
         raise errors.DataError(
-            options.explain(
-                "arrays with one entry per sample, all of the same length",
-                text.replace("None", "a scalar") or "no array and no file",
-                "Cut them to the same first dimension.",
-            )
+            options.where,
+            "arrays with one entry per sample, all of the same length",
+            text.replace("None", "a scalar") or "no array and no file",
+            "Cut them to the same first dimension.",
         )
     return next(iter(lengths.values())) or 0

@@ -4,8 +4,6 @@ from typing import Any
 
 from keras_dist.data.rank_batches import RankBatches
 
-__all__ = ["for_keras"]
-
 
 def for_keras(batches: RankBatches, ahead: bool = True) -> Any:
     """Returns the batches of this rank as data for `fit`.
@@ -14,10 +12,6 @@ def for_keras(batches: RankBatches, ahead: bool = True) -> Any:
     `Dataset.from_generator`, which sets malloc's trim threshold for the whole process: memory is
     returned to the kernel after every step and faulted in again. A small dense model took 1.7 times
     the processor time.
-
-    Args:
-        batches: the batches of this rank.
-        ahead: whether batches may be prefetched.
     """
     import keras
 

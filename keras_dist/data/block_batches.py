@@ -25,20 +25,10 @@ from keras_dist.data.partition import Plan, PlanFor
 from keras_dist.data.readers import Reader
 from keras_dist.data.segments import Column
 
-__all__ = ["BlockBatches", "Cut"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The division of an epoch into blocks.
-
-    Args:
-        total: number of rows.
-        block: number of rows of a block.
-        align: blocks begin at multiples of this number of rows.
-        seed: seed of the order; `None` keeps the order of the files.
-        is_global: whether the order is independent of the number of ranks.
-    """
+    """The division of an epoch into blocks."""
 
     total: int
     block: int
@@ -57,15 +47,6 @@ class BlockBatches:
     """The batches of a rank in any epoch.
 
     Keeps the current window and the next one in memory.
-
-    Args:
-        data: the columns in the structure of a batch.
-        reader: reads the columns, in the order of their structure.
-        cut: the division of an epoch into blocks.
-        plan: the shard of this rank.
-        kind: digest of the data set, see `Epochs`.
-        plan_for: returns the plan of a rank among another number of ranks. Defaults to none: the
-            data cannot be distributed again.
     """
 
     def __init__(

@@ -15,17 +15,6 @@ import numpy as np
 
 from keras_dist.data.partition import EvenPlan, Plan
 
-__all__ = [
-    "BlockShard",
-    "GlobalBlockShard",
-    "Pieces",
-    "block_length",
-    "ordered_blocks",
-    "remaining_shard",
-    "rows_of",
-    "unread_pieces",
-]
-
 Pieces = np.ndarray  # int64 of shape (count, 2): first row and end of each piece
 
 WINDOWS = 64  # smallest number of windows of a data set, for a sufficient shuffle
@@ -35,10 +24,7 @@ def block_length(total: int, row_nbytes: int, batch_size: int, align: int, nbyte
     """Returns the default number of rows of a block.
 
     Args:
-        total: number of rows.
         row_nbytes: size of a row in bytes.
-        batch_size: number of rows of a batch; the smallest length of a block.
-        align: the length is a multiple of this number of rows.
         nbytes: largest size of a block in bytes, unless `batch_size` or `align` need more.
     """
     rows = max(batch_size, min(nbytes // max(1, row_nbytes), total // WINDOWS))
@@ -46,15 +32,7 @@ def block_length(total: int, row_nbytes: int, batch_size: int, align: int, nbyte
 
 
 def ordered_blocks(total: int, block: int, align: int, key: Sequence[int] | None) -> Pieces:
-    """Returns the blocks of an epoch in order; blocks that are not full come last.
-
-    Args:
-        total: number of rows.
-        block: number of rows of a block, a multiple of `align`.
-        align: blocks begin at multiples of this number of rows.
-        key: seed of the order; `None` keeps the order of the file. With a seed, blocks begin at
-            other rows in every epoch, so that no two rows are always in the same block.
-    """
+    """Returns the blocks of an epoch in order; blocks that are not full come last."""
     random = np.random.default_rng(key) if key is not None else None
     shift = 0 if random is None else int(random.integers(block // align)) * align
     cuts = np.unique(np.concatenate([[0], np.arange(shift, total, block), [total]]))
@@ -68,18 +46,7 @@ def ordered_blocks(total: int, block: int, align: int, key: Sequence[int] | None
 
 @dataclasses.dataclass(frozen=True)
 class BlockShard:
-    """The shard of a rank in an epoch, or in the rest of an epoch.
-
-    Args:
-        sequence: pieces of the rows of all ranks, in order.
-        block: number of rows of a window.
-        plan: number of rows of this rank and sizes of its batches; `plan.held` is the length of the
-            shard.
-        key: seed of the order within windows; `None` keeps the order of the file.
-        first_step: first step of the shard.
-        previous: the shard with the steps before `first_step`: another rank may have read further
-            ahead when the rest was distributed.
-    """
+    """The shard of a rank in an epoch, or in the rest of an epoch."""
 
     sequence: Pieces
     block: int
@@ -227,13 +194,7 @@ def rows_of(pieces: Pieces) -> np.ndarray:
 
 
 def unread_pieces(shares: Sequence[BlockShard], step: int, behind: Collection[int] = ()) -> Pieces:
-    """Returns the pieces that no rank has read before a step, in order.
-
-    Args:
-        shares: the shards of all ranks, dead ranks included.
-        step: the first step that no rank has taken.
-        behind: ranks that have not taken the step before it either. Defaults to none.
-    """
+    """Returns the pieces that no rank has read before a step, in order."""
     first = [step - (rank in behind) for rank in range(len(shares))]
     windows = range(max(share.rounds for share in shares) + 1)
     return np.concatenate(
@@ -251,15 +212,7 @@ def _unread_of(window: int, shares: Sequence[BlockShard], first: Sequence[int]) 
 def remaining_shard(
     last: BlockShard, sequence: Pieces, rank: int, size: int, step: int
 ) -> BlockShard:
-    """Returns the shard of a rank in the rest of an epoch.
-
-    Args:
-        last: a shard of the epoch until now.
-        sequence: the unread pieces.
-        rank: number of the rank among the remaining ranks.
-        size: number of remaining ranks.
-        step: the first step that no rank has taken.
-    """
+    """Returns the shard of a rank in the rest of an epoch."""
     fewest, more = divmod(len(rows_of(sequence)), size)
     count = fewest + (rank < more)
     steps = last.first_step + last.plan.steps - step

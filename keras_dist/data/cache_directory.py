@@ -6,8 +6,6 @@ from pathlib import Path
 
 from keras_dist.storage.ownership import describe, find_unsafe, is_private_directory, private_name
 
-__all__ = ["USE", "NotOwnError", "hold", "is_held", "own_directory"]
-
 USE = "use"  # the file of an entry that is locked
 
 _held: dict[str, int] = {}  # descriptors with a lock, by entry; open until the process ends
@@ -17,9 +15,7 @@ class NotOwnError(PermissionError):
     """A path in the cache belongs to another user, or others may replace it.
 
     Args:
-        expected: the expected state of the path.
         received: its owner and mode.
-        remedy: what to do.
     """
 
     def __init__(self, expected: str, received: str, remedy: str):
@@ -28,14 +24,7 @@ class NotOwnError(PermissionError):
 
 
 def own_directory(cache_dir: Path) -> Path:
-    """Returns the directory of this user's entries, which no other user can write or replace.
-
-    Args:
-        cache_dir: directory of the cache; created if missing.
-
-    Raises:
-        NotOwnError: other users can replace the directory or its contents.
-    """
+    """Returns the directory of this user's entries, which no other user can write or replace."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     real = Path(os.path.realpath(cache_dir))  # a link may be replaced while it is used
     if (unsafe := find_unsafe(real)) is not None:
@@ -56,11 +45,7 @@ def own_directory(cache_dir: Path) -> Path:
 
 
 def hold(path: Path) -> None:
-    """Protects an entry from removal until this process ends.
-
-    Args:
-        path: the copy in the entry.
-    """
+    """Protects an entry from removal until this process ends."""
     entry = str(path.parent)
     if entry not in _held:
         _held[entry] = os.open(path.parent / USE, os.O_RDWR | os.O_CREAT, 0o600)

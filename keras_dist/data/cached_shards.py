@@ -12,22 +12,13 @@ from keras_dist.data.file_index import Found
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.shard_source import Location
 
-__all__ = ["MIXED", "CachedShards", "named", "names_in"]
-
 MIXED = 4  # shards that are shuffled together and stay in memory
 
 Load = Callable[[Location], dict[str, np.ndarray]]
 
 
 class CachedShards:
-    """Reads rows of shards, with a least-recently-used cache of shards.
-
-    Args:
-        load: function from a location to the arrays of the shard, by name.
-        locations: the location of each shard.
-        found: the contents of the files, without their lengths.
-        capacity: number of shards in the cache.
-    """
+    """Reads rows of shards, with a least-recently-used cache of shards."""
 
     def __init__(self, load: Load, locations: Sequence[Location], found: Found, capacity: int):
         self.example = found.example
@@ -38,11 +29,7 @@ class CachedShards:
         self._cache = collections.OrderedDict()
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> Any:
-        """Returns new arrays whose row i is row `rows[i]` of shard `shards[i]`.
-
-        Raises:
-            DataError: a file is damaged, or has changed.
-        """
+        """Returns new arrays whose row i is row `rows[i]` of shard `shards[i]`."""
         batch = {
             name: np.empty((len(rows), *shape), dtype) for name, dtype, shape in self._found.layout
         }
@@ -67,12 +54,10 @@ class CachedShards:
             raise
         except Exception as failure:  # a damaged file may raise anything
             raise errors.DataError(
-                errors.explain(
-                    runtime.where(),
-                    f"{location.path} to be readable",
-                    f"{type(failure).__name__}: {failure}",
-                    "The file is damaged, or has changed since the data set was created.",
-                )
+                runtime.where(),
+                f"{location.path} to be readable",
+                f"{type(failure).__name__}: {failure}",
+                "The file is damaged, or has changed since the data set was created.",
             ) from failure
         return self._cache[shard]
 

@@ -13,8 +13,6 @@ from keras_dist import errors, ops, runtime
 from keras_dist.data import epochs
 from keras_dist.data.shard_options import Fact
 
-__all__ = ["Source", "prepare"]
-
 
 class Source(Protocol):
     """A data set that can be distributed over ranks."""
@@ -35,13 +33,6 @@ def prepare(make_source: Callable[[], Source]) -> Any:
     """Makes the source on every rank, checks that all agree, and returns the shard of this rank.
 
     Collective: every rank; blocks. An error on one rank is raised on every rank.
-
-    Args:
-        make_source: checks the arguments and the data of this rank; may raise.
-
-    Raises:
-        MismatchError: the ranks have different data or options.
-        KerasDistError: the error of `make_source`, on this rank or another.
     """
     source, failure = _attempt(make_source)
     if runtime.size() == 1:
@@ -90,19 +81,13 @@ def _report(source: Source | None, failure: Exception | None) -> _Report:
 
 
 def _compare(facts: Sequence[Sequence[Fact]]) -> None:
-    """Checks that the facts of all ranks equal those of rank 0.
-
-    Raises:
-        MismatchError: they differ; the text is the same on all ranks.
-    """
+    """Checks that the facts of all ranks equal those of rank 0."""
     for rank, others in enumerate(facts):
         for expected, received in zip(facts[0], others, strict=False):
             if expected != received:
                 raise errors.MismatchError(
-                    errors.explain(
-                        f"[rank {rank} of {len(facts)}]",
-                        f"{expected.label} to be {expected.value!r} as on rank 0",
-                        repr(received.value),
-                        expected.remedy,
-                    )
+                    f"[rank {rank} of {len(facts)}]",
+                    f"{expected.label} to be {expected.value!r} as on rank 0",
+                    repr(received.value),
+                    expected.remedy,
                 )

@@ -10,8 +10,6 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["Contents", "contents_of", "find_others", "size_of"]
-
 CHUNK_NBYTES = 1 << 20
 THREADS = 8
 DIRECTORY, LINK = "directory", "link to "
@@ -28,13 +26,8 @@ def contents_of(
     """Returns the contents at and below a path.
 
     Args:
-        root: a file or a directory.
-        known: known SHA-256 digests of files, which are not read. Defaults to `None`.
         on_read: called with the number of bytes of each read, in several threads; an error that it
             raises ends the reading.
-
-    Raises:
-        OSError: a file cannot be read, or an entry is not a file, directory or link.
     """
     found: Contents = {}
     unread: list[Path] = []

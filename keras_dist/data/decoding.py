@@ -12,22 +12,12 @@ from keras_dist import errors, runtime
 from keras_dist.data.file_index import Found, Unreadable
 from keras_dist.data.nested import leaves, mapped
 
-__all__ = ["Decoder", "found_of"]
-
 Key = Any  # hashable; identifies a sample
 Sample = Any  # nested tuples and dicts of arrays
 
 
 class Decoder:
-    """Makes batches of samples, each decoded by one of several threads.
-
-    Args:
-        decode: function from a key to a sample.
-        name: function from a key to the name of the sample in messages.
-        unreadable: policy for samples that cannot be decoded: `"raise"` an error, or `"skip"`:
-            other samples of the batch replace them, or the last decoded sample where the batch
-            has no other. Batches keep their size.
-    """
+    """Makes batches of samples, each decoded by one of several threads."""
 
     def __init__(
         self,
@@ -43,12 +33,7 @@ class Decoder:
         self._last: Sample | None = None
 
     def batch(self, keys: Sequence[Key]) -> Sample:
-        """Decodes and stacks samples.
-
-        Raises:
-            DataError: a sample cannot be decoded and the policy is `"raise"`, or no sample has
-                been decoded yet.
-        """
+        """Decodes and stacks samples."""
         samples = list(self._threads().map(self._attempt, keys))
         decoded = [sample for sample in samples if sample is not None]
         if decoded:
@@ -90,9 +75,7 @@ class Decoder:
         print(line.encode(errors="backslashreplace").decode(), flush=True)
 
     def _error(self, name: str, reason: str, remedy: str) -> errors.DataError:
-        return errors.DataError(
-            errors.explain(runtime.where(), f"{name} to be readable", reason, remedy)
-        )
+        return errors.DataError(runtime.where(), f"{name} to be readable", reason, remedy)
 
     def _threads(self) -> concurrent.futures.ThreadPoolExecutor:
         with self._lock:

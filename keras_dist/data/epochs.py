@@ -17,32 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = [
-    "Distribution",
-    "Epochs",
-    "Reshardable",
-    "awaits_steps",
-    "current",
-    "expect_steps",
-    "fit_arguments",
-    "has_equal_batches",
-    "history",
-    "is_sharded",
-    "is_sharded_everywhere",
-    "kind_of",
-    "locked",
-    "numbers",
-    "of",
-    "position_in_training",
-    "positions",
-    "register",
-    "replay",
-    "reshard",
-    "restore",
-    "suffice",
-    "training_on",
-]
-
 Positions = dict[str, tuple[int, int]]
 Distribution = tuple[int, Positions, tuple[int, ...]]  # size, positions, who is behind
 
@@ -70,12 +44,7 @@ class Reshardable(Protocol):
 
 
 class Epochs:
-    """The number of the current epoch of a data set.
-
-    Args:
-        kind: digest of the properties of the data set, the same on all ranks and in every run.
-        data: the data, if it can be distributed over other ranks. Defaults to none.
-    """
+    """The number of the current epoch of a data set."""
 
     def __init__(self, kind: str, data: Reshardable | None = None):
         self.kind = kind
@@ -140,8 +109,6 @@ def training_on(
     """Records which data a fit trains on, while it runs.
 
     Args:
-        arguments: arguments of the fit on this rank; `self` is the model, `x` the data.
-        everywhere: whether `keras_dist.data` made the data of all ranks.
         equal_batches: whether the batches of all ranks have equal shapes in each step.
     """
     global _fit_arguments, _everywhere, _awaits_steps, _equal_batches
@@ -222,16 +189,7 @@ def reshard(
     read: Sequence[Mapping[str, tuple[int, int]]] = (),
     behind: Sequence[int] = (),
 ) -> None:
-    """Distributes all live data sets that support it over other ranks.
-
-    Args:
-        rank: number of this rank among the ranks from now on.
-        size: number of ranks from now on.
-        read: `positions` of all ranks: the rest of the epoch is distributed at once.
-            Defaults to none: the data is distributed from the next epoch on.
-        behind: ranks until now, perhaps dead, whose batch of the step before the position belongs
-            to the rest: no rank has trained on it. Defaults to none.
-    """
+    """Distributes all live data sets that support it over other ranks."""
     latest: Positions = {}
     for positions in read:
         latest |= {name: max(at, latest.get(name, at)) for name, at in positions.items()}
@@ -253,12 +211,7 @@ def replay(found: Sequence[Distribution]) -> None:
 
 
 def position_in_training(number_by_name: Mapping[str, int], step: int) -> Positions:
-    """Returns the position of the training data, if it can be distributed again.
-
-    Args:
-        number_by_name: `numbers` at the beginning of the epoch.
-        step: number of steps of the epoch that are done.
-    """
+    """Returns the position of the training data, if it can be distributed again."""
     training = current()
     return {
         name: (number_by_name.get(name, epochs.number), step)
@@ -268,12 +221,7 @@ def position_in_training(number_by_name: Mapping[str, int], step: int) -> Positi
 
 
 def suffice(size: int, read: Positions) -> bool:
-    """Returns whether the data suffices for a number of ranks, in each step from now on.
-
-    Args:
-        size: number of ranks.
-        read: `position_in_training`; empty at the end of an epoch.
-    """
+    """Returns whether the data suffices for a number of ranks, in each step from now on."""
     return all(data.suffices(size, read.get(name)) for name, data in _reshardable())
 
 

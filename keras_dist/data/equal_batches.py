@@ -6,8 +6,6 @@ from typing import Any
 from keras_dist.data import epochs
 from keras_dist.data.kinds import is_tf_dataset
 
-__all__ = ["shapes_of_batches"]
-
 UNKNOWN = -2  # the cardinality of a `tf.data.Dataset`
 
 
@@ -15,9 +13,6 @@ def shapes_of_batches(arguments: Mapping[str, Any]) -> Hashable | None:
     """Returns what determines the shapes of all batches of a fit on this rank.
 
     If it is equal on all ranks, the ranks have batches of equal shapes in each step.
-
-    Args:
-        arguments: the arguments of `fit`, by name.
 
     Returns:
         A hashable description; `None` if the shapes are not known before the batches are made.

@@ -27,8 +27,6 @@ from keras_dist.data.cache_directory import USE, NotOwnError, hold, is_held, own
 from keras_dist.data.content_digests import Contents, contents_of, find_others, size_of
 from keras_dist.storage.ownership import describe, private_name
 
-__all__ = ["Fetch", "is_url"]
-
 CHUNK_NBYTES = 1 << 20
 POLL_SECONDS = 0.5
 TIMEOUT_SECONDS = 60.0  # without data from a server
@@ -44,14 +42,7 @@ def is_url(source: str) -> bool:
 
 @dataclasses.dataclass
 class Fetch:
-    """An entry of a cache.
-
-    Args:
-        source: a path or URL.
-        cache_dir: directory of the cache.
-        sha256: its SHA-256 in hexadecimal digits, if known.
-        unpack: whether to unpack it, as an archive.
-    """
+    """An entry of a cache."""
 
     source: str
     cache_dir: Path
@@ -132,11 +123,7 @@ class Fetch:
             lock.release()
 
     def _is_valid(self) -> bool:
-        """Returns whether the entry exists and has its recorded digests.
-
-        Raises:
-            NotOwnError: a file in it belongs to another user.
-        """
+        """Returns whether the entry exists and has its recorded digests."""
         if not os.path.lexists(self._entry):
             return False
         self._check_owner()

@@ -10,8 +10,6 @@ from keras_dist import errors, runtime
 from keras_dist.data.nested import mapped
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["FileIndex", "Found", "Unreadable"]
-
 Unreadable = Literal["raise", "skip"]
 NAMED = 5  # files that a message names
 
@@ -21,9 +19,7 @@ class Found:
     """The contents of a file.
 
     Args:
-        lengths: number of rows of each shard.
         layout: name, dtype and row shape of each array; equal for all files.
-        names: the names of the arrays in the structure of a batch.
     """
 
     lengths: tuple[int, ...]
@@ -38,23 +34,7 @@ class Found:
 
 
 class FileIndex:
-    """Files, each inspected by one rank.
-
-    Args:
-        look: function from a path to the contents of the file; may raise any exception when the
-            file is damaged.
-        paths: all paths; with `own`, the paths of this rank.
-        options: options of the data set.
-        unreadable: policy for files that a rank cannot read.
-        facts: further facts on which all ranks must agree.
-        own: whether each rank has files of its own. Defaults to False.
-        visible: whether every rank checks that it can open all files, not only the files that it
-            inspects. Defaults to True.
-
-    Raises:
-        ArgumentError: the policy is unknown.
-        DataError: a file cannot be read, and the policy is `"raise"`.
-    """
+    """Files, each inspected by one rank."""
 
     def __init__(
         self,
@@ -80,16 +60,13 @@ class FileIndex:
         """Returns the contents of the readable files by file number, given `held` of all ranks.
 
         The list has one entry for all ranks; with `own`, one entry for each rank.
-
-        Raises:
-            DataError: no file is readable, or the layouts of files differ.
         """
         by_rank = self._merged(held)
         everything = [each for found in by_rank for each in found.values()]
         bad = [each for each in everything if isinstance(each, str)]
         if len(bad) == len(everything):
             reason, remedy = " ".join(bad[:1]) or "none", "Check the paths on every node."
-            raise errors.DataError(self.options.explain("readable files", reason, remedy))
+            raise errors.DataError(self.options.where, "readable files", reason, remedy)
         _report_skipped(bad)
         good = [{n: f for n, f in found.items() if isinstance(f, Found)} for found in by_rank]
         self._compare([(n, f) for found in good for n, f in found.items()])
@@ -110,12 +87,10 @@ class FileIndex:
         for other, each in good:
             if each.layout != first.layout:
                 raise errors.DataError(
-                    self.options.explain(
-                        f"rows of {self.paths[other]} to be {first.layout} as in "
-                        f"{self.paths[number]}",
-                        f"{each.layout}",
-                        "Write all files with the same layout.",
-                    )
+                    self.options.where,
+                    f"rows of {self.paths[other]} to be {first.layout} as in {self.paths[number]}",
+                    f"{each.layout}",
+                    "Write all files with the same layout.",
                 )
 
     def _attempt(self, look: Callable[[str], Any], path: str) -> Any:
@@ -140,7 +115,7 @@ def _check_policy(unreadable: Unreadable, options: ShardOptions) -> None:
         choices = " or ".join(map(repr, get_args(Unreadable)))
         remedy = "'raise' reports the file as an error, 'skip' skips it with a message."
         raise errors.ArgumentError(
-            options.explain(f"unreadable to be {choices}", repr(unreadable), remedy)
+            options.where, f"unreadable to be {choices}", repr(unreadable), remedy
         )
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["GlobalShard", "RankShard", "full_shard", "rank_shard", "row_counts"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
@@ -19,7 +17,6 @@ class RankShard:
         shards: int64 array of shape `(shards,)`, the number of each shard.
         firsts: int64 array of shape `(shards,)`, the first row in each shard.
         counts: int64 array of shape `(shards,)`, the number of rows in each shard.
-        stride: distance between two rows.
     """
 
     shards: np.ndarray
@@ -29,11 +26,6 @@ class RankShard:
 
     def order(self, key: Sequence[int] | None, mixed: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the rows of an epoch: the shard of each row, and its index in the shard.
-
-        Args:
-            key: integers that seed the order; `None` keeps the order of the files.
-            mixed: number of shards whose rows are shuffled together; the order of the shards is
-                drawn first.
 
         Returns:
             Two int64 arrays of shape `(rows,)`.
@@ -61,13 +53,7 @@ class RankShard:
 
 @dataclasses.dataclass(frozen=True)
 class GlobalShard:
-    """One rank's rows of a global order: positions `rank`, `rank + size`, ...
-
-    Args:
-        full: all rows.
-        rank: the rank.
-        size: number of ranks.
-    """
+    """One rank's rows of a global order: positions `rank`, `rank + size`, ..."""
 
     full: RankShard
     rank: int
@@ -83,11 +69,6 @@ def rank_shard(lengths: Sequence[int], rank: int, size: int) -> RankShard:
     """Returns the rows of a rank: shard i belongs to rank `i % size`.
 
     With fewer shards than ranks, row i belongs to rank `i % size`.
-
-    Args:
-        lengths: number of rows of each shard.
-        rank: the rank.
-        size: number of ranks.
     """
     rows = np.asarray(lengths, np.int64)
     numbers = np.arange(len(rows))

@@ -13,16 +13,6 @@ from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.spread import Spread, plan_spread
 
-__all__ = [
-    "FileNames",
-    "FileSource",
-    "agreed_spread",
-    "are_files",
-    "facts_of_files",
-    "facts_of_names",
-    "source_of_files",
-]
-
 SORTED = "Pass the same files in the same order on every rank, as with sorted(files)."
 
 
@@ -36,17 +26,7 @@ def are_files(data: Any) -> bool:
 
 
 def source_of_files(data: Sequence[str | os.PathLike[str]], options: ShardOptions) -> Source:
-    """Returns the source that shards these files: by name, by file or by element.
-
-    Args:
-        data: names or paths, the full list on every rank.
-        options: options of the data set.
-
-    Raises:
-        ArgumentError: an argument requires a reader, and none is given.
-        ArgumentTypeError: the reader does not return a `tf.data.Dataset`.
-        DataError: there are too few files, or too few elements in them.
-    """
+    """Returns the source that shards these files: by name, by file or by element."""
     names = [os.fspath(name) for name in data]
     if options.reader is None:
         return FileNames(names, options)
@@ -57,12 +37,7 @@ def source_of_files(data: Sequence[str | os.PathLike[str]], options: ShardOption
 
 
 class FileNames:
-    """Files that the user reads: each rank receives the names of its files.
-
-    Args:
-        names: all names.
-        options: options of the data set.
-    """
+    """Files that the user reads: each rank receives the names of its files."""
 
     held = None
 
@@ -72,12 +47,10 @@ class FileNames:
         options.refuse("files without a reader", dict.fromkeys(reading, remedy))
         if len(names) < options.size:
             raise errors.DataError(
-                options.explain(
-                    f"at least {options.size} files, one for each rank",
-                    str(len(names)),
-                    "Pass reader to shard the elements in the files, or use more files or fewer "
-                    "ranks.",
-                )
+                options.where,
+                f"at least {options.size} files, one for each rank",
+                str(len(names)),
+                "Pass reader to shard the elements in the files, or use more files or fewer ranks.",
             )
         self._mine = list(names[options.rank :: options.size])
         self.facts = [*facts_of_files(names), *options.facts()]
@@ -88,12 +61,7 @@ class FileNames:
 
 
 class FileSource:
-    """Files of which each rank reads its own; the number of elements may differ by rank.
-
-    Args:
-        names: all names, at least one for each rank.
-        options: options of the data set, with a reader and a batch size.
-    """
+    """Files of which each rank reads its own; the number of elements may differ by rank."""
 
     def __init__(self, names: Sequence[str], options: ShardOptions):
         from keras_dist.data.tf_caches import held_files, with_own_cache
@@ -108,11 +76,10 @@ class FileSource:
         self.held = self._count, held_files(self._dataset, complete=True)
         if self._count is not None and self._count < 0:
             raise errors.DataError(
-                options.explain(
-                    "data with an end, or steps",
-                    "a reader whose tf.data.Dataset has no end",
-                    "Remove .repeat() from the reader, or pass steps.",
-                )
+                options.where,
+                "data with an end, or steps",
+                "a reader whose tf.data.Dataset has no end",
+                "Remove .repeat() from the reader, or pass steps.",
             )
         self.facts = [*facts_of_files(names), *options.facts()]
         self.epochs = epochs_of(self.facts, options)
@@ -136,11 +103,10 @@ def _no_global_order(options: ShardOptions) -> None:
     if options.shuffle != "global" and not options.draws:
         return
     raise errors.ArgumentError(
-        options.explain(
-            "one data set that all ranks read, for one order of all samples",
-            f"{'sample()' if options.draws else 'shuffle=global'} with a list of files",
-            "Pass reader(files), one tf.data.Dataset of all files, instead of the list.",
-        )
+        options.where,
+        "one data set that all ranks read, for one order of all samples",
+        f"{'sample()' if options.draws else 'shuffle=global'} with a list of files",
+        "Pass reader(files), one tf.data.Dataset of all files, instead of the list.",
     )
 
 
@@ -165,26 +131,16 @@ def _read(names: Sequence[str], options: ShardOptions) -> Any:
 
 
 def agreed_spread(counts: Sequence[int], batch_size: int, options: ShardOptions) -> Spread:
-    """Plans this rank's batches from the number of elements of each rank.
-
-    Args:
-        counts: number of elements of each rank, by rank.
-        batch_size: elements per step of one rank, at most.
-        options: options of the data set.
-
-    Raises:
-        DataError: a rank has too few elements; the message is the same on all ranks.
-    """
+    """Plans this rank's batches from the number of elements of each rank."""
     spread = plan_spread(counts, options.rank, batch_size, options.remainder)
     if spread is None:
         raise errors.DataError(
-            options.explain(
-                f"files with elements for {-(-max(counts) // batch_size)} steps on each rank, as "
-                f"on the rank with the most elements",
-                f"{counts} elements by rank",
-                "Use files of similar length, their number a multiple of the number of ranks, "
-                "or a larger batch_size, or remainder='pad'.",
-            )
+            options.where,
+            f"files with elements for {-(-max(counts) // batch_size)} steps on each rank, as "
+            f"on the rank with the most elements",
+            f"{counts} elements by rank",
+            "Use files of similar length, their number a multiple of the number of ranks, "
+            "or a larger batch_size, or remainder='pad'.",
         )
     return spread
 

@@ -9,8 +9,6 @@ from keras_dist.data import epochs
 from keras_dist.data.nested import as_array
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = ["check_order", "gather", "in_order"]
-
 
 def gather(
     values: Any,
@@ -81,12 +79,6 @@ def in_order(
 
     Collective: every rank; dtypes and all dimensions but the first must agree; blocks.
 
-    Args:
-        rows: arrays of this rank.
-        order: indices of the rows to return, among the rows of all ranks in rank order.
-        root_only: whether only the first rank needs them.
-        process_set: the ranks.
-
     Returns:
         New arrays. With `root_only`, `None` on the other ranks.
     """
@@ -102,11 +94,7 @@ def in_order(
 
 
 def check_order(data: Any) -> None:
-    """Checks that the rows of a shard can be put in the order of the data set.
-
-    Raises:
-        DataError: the data is shuffled or consists of batches.
-    """
+    """Checks that the rows of a shard can be put in the order of the data set."""
     _indices(data)
 
 
@@ -116,23 +104,19 @@ def _indices(data: Any) -> np.ndarray:
     if found is not None and found.samples is not None:
         return found.samples()
     raise errors.DataError(
-        errors.explain(
-            runtime.where(),
-            "data that shard() made of samples, with shuffle=False",
-            "data that is shuffled, or whose elements are batches or files"
-            if epochs.is_sharded(data)
-            else f"an object of type {type(data).__name__}",
-            "Pass the whole data set to keras_dist.predict, or shard it with shuffle=False.",
-        )
+        runtime.where(),
+        "data that shard() made of samples, with shuffle=False",
+        "data that is shuffled, or whose elements are batches or files"
+        if epochs.is_sharded(data)
+        else f"an object of type {type(data).__name__}",
+        "Pass the whole data set to keras_dist.predict, or shard it with shuffle=False.",
     )
 
 
 def _fail(rank: int, size: int, received: str) -> None:
     raise errors.DataError(
-        errors.explain(
-            f"[rank {rank} of {size}]",
-            "one row for each sample of the shard of every rank",
-            received,
-            "Pass the outputs for all samples of the shard, and the shard itself as data.",
-        )
+        f"[rank {rank} of {size}]",
+        "one row for each sample of the shard of every rank",
+        received,
+        "Pass the outputs for all samples of the shard, and the shard itself as data.",
     )

@@ -18,8 +18,6 @@ from keras_dist.data.partition import Remainder
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.shard_source import Location, ShardSource
 
-__all__ = ["ColorMode", "ImageFiles", "ImageReader", "image_dataset"]
-
 ColorMode = Literal["rgb", "rgba", "grayscale"]
 PILLOW_MODE = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
 
@@ -127,19 +125,7 @@ def image_dataset(
 
 
 class ImageFiles:
-    """Image files.
-
-    Args:
-        images: all images.
-        labels: one label per image, or `None`.
-        image_size: height and width in pixels.
-        color_mode: channels of a pixel.
-        unreadable: policy for images that cannot be decoded.
-        options: options of the data set, for error messages.
-
-    Raises:
-        ArgumentError: the size or the mode is invalid.
-    """
+    """Image files."""
 
     mixed = 1 << 62  # all images are shuffled together
 
@@ -166,7 +152,7 @@ class ImageFiles:
         ):
             if not holds:
                 remedy = "See image_dataset()."
-                raise errors.ArgumentError(options.explain(expected, repr(received), remedy))
+                raise errors.ArgumentError(options.where, expected, repr(received), remedy)
         self._size, self._mode = image_size, PILLOW_MODE[color_mode]
         self._unreadable = unreadable
         self._labels = labels
@@ -198,14 +184,7 @@ class ImageFiles:
 
 
 class ImageReader:
-    """Decodes images.
-
-    Args:
-        locations: the location of each image.
-        decode: function from a location to an image, with its label.
-        found: the contents of the files.
-        unreadable: policy for images that cannot be decoded.
-    """
+    """Decodes images."""
 
     def __init__(
         self, locations: Sequence[Location], decode: Any, found: Found, unreadable: Unreadable

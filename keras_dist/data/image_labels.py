@@ -11,8 +11,6 @@ import numpy as np
 from keras_dist import errors
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["Classes", "Images", "LabelMode", "labels_of", "listed"]
-
 LabelMode = Literal["int", "categorical", "binary", "raw"]
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 SAME = (
@@ -23,13 +21,7 @@ SAME = (
 
 @dataclasses.dataclass(frozen=True)
 class Images:
-    """Images and their targets.
-
-    Args:
-        paths: the path of each image.
-        names: the same relative to the directory of the images, which may differ by node.
-        targets: the class of each image, or an array of its values; `None` without labels.
-    """
+    """Images and their targets."""
 
     paths: list[str]
     names: list[str]
@@ -37,18 +29,7 @@ class Images:
 
 
 class Classes:
-    """The classes of the images of a rank, to be combined across ranks.
-
-    Args:
-        images: the images of this rank.
-        mode: form of the labels.
-        class_names: the classes in order, or `None`.
-        own: whether ranks have different images.
-        options: options of the data set, for error messages.
-
-    Raises:
-        DataError: the class of an image is not in `class_names`.
-    """
+    """The classes of the images of a rank, to be combined across ranks."""
 
     def __init__(
         self,
@@ -62,11 +43,10 @@ class Classes:
         unknown = set(found) - set(class_names if class_names is not None else found)
         if unknown:
             raise errors.DataError(
-                options.explain(
-                    f"images of the classes {list(class_names or ())}",
-                    f"images of class {sorted(unknown)[0]!r}",
-                    "Add the class to class_names, or remove these images.",
-                )
+                options.where,
+                f"images of the classes {list(class_names or ())}",
+                f"images of class {sorted(unknown)[0]!r}",
+                "Add the class to class_names, or remove these images.",
             )
         self._images, self._named, self._mode, self._options = images, class_names, mode, options
         self.held = found
@@ -81,7 +61,7 @@ class Classes:
         if self._mode == "binary" and len(classes) != 2:
             remedy = "Pass label_mode='int' or 'categorical'."
             raise errors.DataError(
-                self._options.explain("two classes for label_mode='binary'", f"{classes}", remedy)
+                self._options.where, "two classes for label_mode='binary'", f"{classes}", remedy
             )
         return self._images, classes
 
@@ -94,17 +74,11 @@ def listed(
     mode: LabelMode | None,
     options: ShardOptions,
 ) -> Images:
-    """Lists the images of a directory or of a DataFrame.
-
-    Raises:
-        DataError: there are no images, or a column is missing.
-        ArgumentError: the mode is unknown, or not available for a directory.
-        ArgumentTypeError: `images` is neither a directory nor a DataFrame.
-    """
+    """Lists the images of a directory or of a DataFrame."""
     if mode not in (None, *get_args(LabelMode)):
         choices = ", ".join(map(repr, (*get_args(LabelMode), None)))
         expected, remedy = f"label_mode to be one of {choices}", "See image_dataset()."
-        raise errors.ArgumentError(options.explain(expected, repr(mode), remedy))
+        raise errors.ArgumentError(options.where, expected, repr(mode), remedy)
     if isinstance(images, str | os.PathLike):
         found = _of_directory(Path(images), mode, options)
     elif hasattr(images, "columns"):
@@ -112,7 +86,7 @@ def listed(
     else:
         raise options.wrong_kind("a directory or a DataFrame", images)
     if not found.paths:
-        raise errors.DataError(options.explain(f"images in {images!s:.200}", "none", SAME))
+        raise errors.DataError(options.where, f"images in {images!s:.200}", "none", SAME)
     return found
 
 
@@ -120,10 +94,10 @@ def _of_directory(directory: Path, mode: LabelMode | None, options: ShardOptions
     if mode == "raw":
         remedy = "Pass a DataFrame with a value for each image."
         raise errors.ArgumentError(
-            options.explain("no label_mode='raw' for a directory", "'raw'", remedy)
+            options.where, "no label_mode='raw' for a directory", "'raw'", remedy
         )
     if not directory.is_dir():
-        raise errors.DataError(options.explain(f"a directory {directory}", "none", SAME))
+        raise errors.DataError(options.where, f"a directory {directory}", "none", SAME)
     found = sorted(
         os.path.relpath(os.path.join(folder, name), directory)
         for folder, _, names in os.walk(directory, followlinks=True)
@@ -149,7 +123,7 @@ def _of_frame(
         if column not in frame.columns:
             known = ", ".join(map(str, frame.columns))
             remedy = "Pass x_col and y_col."
-            raise errors.DataError(options.explain(f"a column {column!r}", known, remedy))
+            raise errors.DataError(options.where, f"a column {column!r}", known, remedy)
     names = [str(name) for name in frame[x_col]]
     targets: Any = None
     if mode == "raw":

@@ -17,8 +17,6 @@ from keras_dist.data.order import Order
 from keras_dist.data.partition import Plan, PlanFor, Rest, plan_after_change
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["DEFAULT_BATCH_SIZE", "Batches", "IndexedSource", "Rows", "plan_for"]
-
 DEFAULT_BATCH_SIZE = 32
 WHOLE = "Pass shard() the same whole data set on every rank: it selects the shard of the rank."
 
@@ -46,17 +44,7 @@ class Rows(Protocol):
 
 
 class IndexedSource:
-    """A data set with random access, whole on every rank.
-
-    Args:
-        rows: the samples.
-        options: options of `shard`.
-        batch_size: number of samples of a rank in a step, if `options` does not set it.
-        of: plural noun for the samples, for messages.
-
-    Raises:
-        DataError: there are fewer samples than ranks or steps.
-    """
+    """A data set with random access, whole on every rank."""
 
     held = None
 
@@ -98,16 +86,7 @@ class IndexedSource:
 
 
 class Batches:
-    """The batches of a rank in any epoch. Keeps no copy of the samples.
-
-    Args:
-        rows: the whole data set.
-        plan: the shard of this rank.
-        order: the order of every epoch.
-        kind: digest of the data set, see `Epochs`.
-        plan_for: returns the plan of a rank among another number of ranks. Defaults to none: the
-            data cannot be distributed again.
-    """
+    """The batches of a rank in any epoch. Keeps no copy of the samples."""
 
     def __init__(
         self,

@@ -2,17 +2,9 @@
 
 from typing import Any
 
-__all__ = ["is_a", "is_tensor", "is_tf_dataset"]
-
 
 def is_a(data: Any, package: str, *names: str) -> bool:
-    """Tells whether an object is an instance of a class of a package, or of a subclass.
-
-    Args:
-        data: any object.
-        package: top-level package of the class, such as `"torch"`.
-        *names: class names in that package.
-    """
+    """Tells whether an object is an instance of a class of a package, or of a subclass."""
     return any(
         kind.__name__ in names and kind.__module__.partition(".")[0] == package
         for kind in type(data).__mro__

@@ -10,8 +10,6 @@ from keras_dist.data.blocks import Pieces
 from keras_dist.data.readers import FileReader, FlatFile, RowBuffers, bytes_of, to_native
 from keras_dist.data.segments import Column
 
-__all__ = ["CollectiveReader", "RemoteReader", "open_mpi_file"]
-
 
 def open_mpi_file(path: str) -> FlatFile:
     """Opens an `MPI.File` on this rank alone."""
@@ -23,9 +21,6 @@ class CollectiveReader:
 
     The constructor and the methods are collective, as MPI closes a file only when all ranks call
     it. Files that are open at the end of the job are closed then.
-
-    Args:
-        columns: the columns to read; each has one segment with an offset.
     """
 
     def __init__(self, columns: Sequence[Column]):
@@ -62,10 +57,6 @@ class RemoteReader:
     """Receives rows that another rank reads. The constructor is collective.
 
     A rank whose server has died reads the files itself from then on, as does a fork.
-
-    Args:
-        columns: the columns to read.
-        servers: for each rank the rank that reads for it, possibly the same.
     """
 
     def __init__(self, columns: Sequence[Column], servers: Sequence[int]):
@@ -80,11 +71,7 @@ class RemoteReader:
         )
 
     def read(self, ranges: Pieces) -> list[np.ndarray]:
-        """Returns the rows of each column, see `Reader`.
-
-        Raises:
-            DataError: a file cannot be read, on this rank or on the server.
-        """
+        """Returns the rows of each column, see `Reader`."""
         if not self._is_client or os.getpid() != self._pid or not len(ranges):
             return self._local.read(ranges)
         rows = [self._buffers.rows(column, ranges) for column in self._columns]

@@ -8,8 +8,6 @@ import numpy as np
 from keras_dist.data.kinds import is_a
 from keras_dist.ops.arguments import native
 
-__all__ = ["as_array", "concatenated", "described", "leaves", "mapped", "stacked"]
-
 
 def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
     """Applies a function to each leaf, together with the corresponding leaves of `others`.

@@ -16,8 +16,6 @@ from keras_dist.data.cache_directory import NotOwnError, hold
 from keras_dist.data.fetching import Fetch, is_url
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["cached"]
-
 REPORT_SECONDS = 0.5
 LINE_SECONDS = 5.0
 SAME = "Pass the same arguments to cached() on every rank."
@@ -112,12 +110,12 @@ class _Request:
         if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
             remedy = "Pass the output of sha256sum."
             raise errors.ArgumentError(
-                options.explain("sha256 to be 64 hexadecimal digits", repr(sha256), remedy)
+                options.where, "sha256 to be 64 hexadecimal digits", repr(sha256), remedy
             )
         if sha256 is not None and os.path.isdir(name):
             remedy = "Leave it out."
             raise errors.ArgumentError(
-                options.explain("no sha256 for a directory", f"one for {name}", remedy)
+                options.where, "no sha256 for a directory", f"one for {name}", remedy
             )
         self._fetch = Fetch(name, Path(cache_dir), sha256 and sha256.lower(), unpack)
         compared = {"source": name, "sha256": sha256, "unpack": unpack}

@@ -17,8 +17,6 @@ from keras_dist.data.paths import Paths, expanded
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.shard_source import Location, ShardSource
 
-__all__ = ["NpzFiles", "npz"]
-
 
 def npz(
     files: Paths,
@@ -86,12 +84,7 @@ def npz(
 
 
 class NpzFiles:
-    """Files written by `numpy.savez`.
-
-    Args:
-        names: names of arrays in the structure of a batch.
-        options: options of the data set, for error messages.
-    """
+    """Files written by `numpy.savez`."""
 
     mixed = MIXED
 
@@ -128,7 +121,7 @@ class NpzFiles:
             return {name: arrays[name] for name in names_in(self._names)}
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
-        return errors.DataError(self._options.explain(expected, received, remedy))
+        return errors.DataError(self._options.where, expected, received, remedy)
 
 
 def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:

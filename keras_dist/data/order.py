@@ -7,24 +7,13 @@ import numpy as np
 
 from keras_dist.data.partition import Plan
 
-__all__ = ["Order", "Shuffle", "Way"]
-
 Shuffle = bool | Literal["global"]
 Way = Literal["rank", "global", "draw"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The order of a data set in all its epochs.
-
-    Args:
-        way: `"rank"`: each rank shuffles its shard. `"global"`: the whole data set is shuffled, and
-            rank r takes positions `r`, `r + size`, ...: the order does not depend on the number of
-            ranks. `"draw"`: each rank draws with replacement from the whole data set, from a random
-            stream of its own. `None`: the order of the data.
-        seed: the seed of the job.
-        total: number of samples.
-    """
+    """The order of a data set in all its epochs."""
 
     way: Way | None
     seed: int
@@ -37,10 +26,6 @@ class Order:
 
     def of(self, plan: Plan, epoch: int) -> np.ndarray:
         """Returns the indices of the samples of a rank in an epoch, in order.
-
-        Args:
-            plan: the plan of the rank.
-            epoch: number of the epoch.
 
         Returns:
             int64 array of shape `(plan.count,)`.

@@ -16,8 +16,6 @@ from keras_dist.data.paths import Paths, expanded
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.shard_source import Location, ShardSource
 
-__all__ = ["ParquetFiles", "parquet"]
-
 
 def parquet(
     files: Paths,
@@ -84,13 +82,7 @@ def parquet(
 
 
 class ParquetFiles:
-    """Parquet files.
-
-    Args:
-        names: names of columns in the structure of a batch; a matrix is one string in which each
-            name ends in a tab.
-        options: options of the data set, for error messages.
-    """
+    """Parquet files."""
 
     mixed = MIXED
 
@@ -159,7 +151,7 @@ class ParquetFiles:
             )
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
-        return errors.DataError(self._options.explain(expected, received, remedy))
+        return errors.DataError(self._options.where, expected, received, remedy)
 
 
 MATRIX = "\t"

@@ -9,16 +9,6 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = [
-    "EvenPlan",
-    "Plan",
-    "PlanFor",
-    "Remainder",
-    "Rest",
-    "plan_after_change",
-    "plan_samples",
-]
-
 Remainder = Literal["uneven", "pad", "drop"]
 
 
@@ -27,15 +17,6 @@ class Plan:
     """The shard of a rank, in a data set whose samples are distributed one by one.
 
     Sample i belongs to rank `i % size`. All ranks have the same number of steps.
-
-    Args:
-        rank: the rank.
-        size: number of ranks.
-        held: number of samples of the shard.
-        count: number of samples in an epoch; if it is more than `held`, some are repeated, if it is
-            less, some are dropped.
-        steps: number of batches in an epoch.
-        batch_size: number of samples of each batch except the last, which has the rest of `count`.
     """
 
     rank: int
@@ -68,10 +49,6 @@ class Plan:
     def order(self, seed: int | None, epoch: int) -> np.ndarray:
         """Returns the indices of the samples of an epoch, in order.
 
-        Args:
-            seed: the seed of the job; `None` keeps the order of the data set.
-            epoch: number of the epoch; each has an order of its own.
-
         Returns:
             int64 array of shape `(count,)`.
         """
@@ -85,18 +62,7 @@ PlanFor = Callable[[int, int], Plan]  # from a rank and the number of ranks
 
 
 def plan_samples(total: int, size: int, rank: int, batch_size: int, remainder: Remainder) -> Plan:
-    """Returns the plan of a rank for a data set of samples.
-
-    Args:
-        total: number of samples, at least `size`.
-        size: number of ranks.
-        rank: the rank.
-        batch_size: number of samples of a rank in a step.
-        remainder: `"uneven"`: each sample once, so counts differ by at most 1 between ranks
-            and the last batch has 1 to `batch_size + 1` samples. `"pad"`: ranks below the
-            largest count repeat one sample, so batches of a step are equal on all ranks.
-            `"drop"`: all batches have `batch_size` samples, or as many as every rank has.
-    """
+    """Returns the plan of a rank for a data set of samples."""
     fewest, leftover = divmod(total, size)
     held = fewest + (rank < leftover)
     if remainder == "uneven":
@@ -124,13 +90,6 @@ def plan_after_change(
     """Returns the plan of a rank after others have died or joined.
 
     The number of steps and the global batch stay the same.
-
-    Args:
-        plan: plan of rank 0 before a rank died.
-        total: number of samples.
-        size: number of ranks now.
-        rank: number of the rank now.
-        remainder: as for `plan_samples`.
     """
     now = plan_samples(total, size, rank, plan.batch_size, remainder)
     limit = plan.steps * plan.batch_size * plan.size // size  # an epoch may have been limited
@@ -147,14 +106,8 @@ class Rest:
     The number of steps stays the same; batches differ by at most one sample.
 
     Args:
-        rank: the rank.
-        size: number of ranks now.
         indices: int64 array of shape `(left,)`, the remaining samples of all ranks; at least one
             for each rank and step.
-        first_step: first step of the rest.
-        steps: number of batches in the whole epoch.
-        previous: returns the indices of the samples of this rank in an earlier step: another rank
-            may have read further ahead when the rest was distributed.
     """
 
     rank: int

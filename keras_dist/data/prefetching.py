@@ -17,8 +17,6 @@ from keras_dist.data.array_dataset import Passes
 from keras_dist.data.nested import mapped
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["Prefetched", "prefetch"]
-
 # A function for each batch to make, and its future; `None` ends the thread.
 Wanted = queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future] | None]
 
@@ -51,7 +49,7 @@ def prefetch(data: Any, count: int = 2) -> Any:
     options = ShardOptions()
     if not isinstance(count, int) or count < 1:
         raise errors.ArgumentError(
-            options.explain("count to be at least 1", repr(count), "Leave it out.")
+            options.where, "count to be at least 1", repr(count), "Leave it out."
         )
     if isinstance(data, keras.utils.PyDataset):
         made: Any = Prefetched(data, count, _copy_function)
@@ -65,14 +63,7 @@ def prefetch(data: Any, count: int = 2) -> Any:
 
 
 class Prefetched(Passes):
-    """A data set that makes batches of another one ahead, within each epoch.
-
-    Args:
-        data: the other data set.
-        count: number of batches to make ahead.
-        mover: called by the training thread at the start of an epoch; returns a function that moves
-            an array to the device of that thread, from any thread.
-    """
+    """A data set that makes batches of another one ahead, within each epoch."""
 
     def __init__(
         self,

@@ -6,8 +6,6 @@ from keras_dist.data.epochs import Epochs
 from keras_dist.data.partition import Plan
 from keras_dist.data.spread import Spread
 
-__all__ = ["RankBatches"]
-
 
 class RankBatches(Protocol):
     """The batches of a rank in any epoch."""

@@ -10,26 +10,12 @@ from keras_dist import errors, runtime
 from keras_dist.data.file_index import Unreadable
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["MpiIo", "ReadMethod"]
-
 MpiIo = Literal["independent", "collective"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadMethod:
-    """How rows are read. Checked on creation.
-
-    Args:
-        block: number of rows per read, or `None`.
-        mpi_io: mode of `MPI.File`, or `None` to read without MPI.
-        readers: number of ranks that read, or `None` for all.
-        unreadable: policy for files that cannot be read.
-        options: options of the data set.
-
-    Raises:
-        ArgumentError: an argument has an invalid value, or excludes another.
-        ArgumentTypeError: an argument has the wrong type.
-    """
+    """How rows are read. Checked on creation."""
 
     block: int | None
     mpi_io: MpiIo | None
@@ -85,4 +71,4 @@ class ReadMethod:
             raise self._error(f"{name} to be {limits}", str(value), "Omit it.")
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.ArgumentError:
-        return errors.ArgumentError(self.options.explain(expected, received, remedy))
+        return errors.ArgumentError(self.options.where, expected, received, remedy)

@@ -16,8 +16,6 @@ from keras_dist import errors, runtime
 from keras_dist.data.blocks import Pieces
 from keras_dist.data.segments import Column, Segment, open_hdf5
 
-__all__ = ["FileReader", "FlatFile", "Reader", "RowBuffers", "bytes_of", "to_native"]
-
 OPEN_FILES = 16
 BUFFERS = 3  # for the current window, the next window, and the previous window
 
@@ -50,9 +48,6 @@ class RowBuffers:
     """Memory for rows, reused once no array refers to it.
 
     The kernel fills new memory with zeros, which takes as long as the read itself.
-
-    Args:
-        columns: the columns whose rows are read.
     """
 
     def __init__(self, columns: Sequence[Column]):
@@ -81,10 +76,6 @@ class FileReader:
     """Reads rows from files, in this process or in a fork of it.
 
     Contiguous rows are read without HDF5, which serves one thread at a time.
-
-    Args:
-        columns: the columns to read.
-        open_flat: opens a file of contiguous rows. Defaults to the operating system's calls.
     """
 
     def __init__(
@@ -101,11 +92,7 @@ class FileReader:
         self._files: dict[tuple[str, bool], Any] | None = {}
 
     def read(self, ranges: Pieces) -> list[np.ndarray]:
-        """Returns the rows of each column, see `Reader`.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
+        """Returns the rows of each column, see `Reader`."""
         if os.getpid() != self._pid:
             # The open files belong to the parent: HDF5 and MPI cannot share them with a fork.
             self._reset(_SystemFile)
@@ -139,12 +126,10 @@ class FileReader:
                 file[segment.name].read_direct(rows, np.s_[first : first + len(rows)])
         except OSError as failure:
             raise errors.DataError(
-                errors.explain(
-                    runtime.where(),
-                    f"{segment.name or 'rows'} in {segment.path} to be readable",
-                    " ".join(str(failure).split()),
-                    "The file is damaged, or has changed since the data set was created.",
-                )
+                runtime.where(),
+                f"{segment.name or 'rows'} in {segment.path} to be readable",
+                " ".join(str(failure).split()),
+                "The file is damaged, or has changed since the data set was created.",
             ) from failure
 
     def _file(self, path: str, flat: bool) -> Any:

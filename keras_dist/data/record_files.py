@@ -16,8 +16,6 @@ from keras_dist.data.paths import Paths, expanded
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.sharding import shard
 
-__all__ = ["tfrecord"]
-
 Parse = Callable[[Any], Any]
 
 HEAD_NBYTES = 12  # length and its checksum

@@ -11,16 +11,9 @@ from typing import Any
 from keras_dist.data import epochs
 from keras_dist.data.kinds import is_a, is_tf_dataset
 
-__all__ = ["restarted"]
-
 
 def restarted(arguments: Mapping[str, Any], backend: str) -> list[str]:
-    """Returns descriptions of the states that restart when a fit is resumed; usually none.
-
-    Args:
-        arguments: arguments of `fit`, by name; empty if they are not known.
-        backend: name of the Keras backend.
-    """
+    """Returns descriptions of the states that restart when a fit is resumed; usually none."""
     data = arguments.get("x")
     if data is None:
         return []

@@ -4,20 +4,10 @@ import dataclasses
 
 from keras_dist.data.partition import Remainder
 
-__all__ = ["RoundRobin", "plan_round_robin"]
-
 
 @dataclasses.dataclass(frozen=True)
 class RoundRobin:
-    """The distribution of batches: batch i to rank `i % size`, then the remainder.
-
-    Args:
-        full: number of batches in full rounds; a multiple of the number of ranks.
-        pooled: number of following batches whose rows are distributed evenly, in one step.
-        repeated: number of following batches for one step, in which the other ranks repeat one of
-            them. 0 if `pooled` is not.
-        steps: number of steps of every rank.
-    """
+    """The distribution of batches: batch i to rank `i % size`, then the remainder."""
 
     full: int
     pooled: int

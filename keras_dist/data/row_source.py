@@ -22,8 +22,6 @@ from keras_dist.data.readers import FileReader, Reader
 from keras_dist.data.segments import Column, Segment
 from keras_dist.data.shard_options import Fact
 
-__all__ = ["RowSource"]
-
 BLOCK_NBYTES = 16 << 20
 MOST_NBYTES = 1 << 30  # of one MPI read or message
 
@@ -34,18 +32,7 @@ SAME_FILES = "Copy the same files to all nodes."
 
 
 class RowSource:
-    """Data sets in files of which each rank reads its rows.
-
-    Args:
-        look: function from a path and the names of data sets to their segments.
-        files: the paths.
-        data: names in the structure of a batch.
-        method: how rows are read.
-
-    Raises:
-        ArgumentTypeError: a name or a path has the wrong type.
-        DataError: a file cannot be read.
-    """
+    """Data sets in files of which each rank reads its rows."""
 
     def __init__(self, look: Look, files: Sequence[Any], data: Any, method: ReadMethod):
         options = method.options
@@ -54,7 +41,7 @@ class RowSource:
             if not isinstance(name, str | os.PathLike):
                 raise options.wrong_kind(f"{label} to be a name", name)
         if not named or not files:
-            raise errors.DataError(options.explain("files and names of data sets", "none", SAME))
+            raise errors.DataError(options.where, "files and names of data sets", "none", SAME)
         names = [os.fspath(name) for _, name in named]
         self._paths = [os.fspath(file) for file in files]
         self._data, self._method, self._options = data, method, options
@@ -128,12 +115,7 @@ class RowSource:
         return Cut(total, block, align, seed, is_global)
 
     def _columns(self, held: Sequence[Any]) -> list[Column]:
-        """Returns the columns as this rank reads them.
-
-        Raises:
-            DataError: no file is readable, or files differ.
-            MismatchError: ranks found different data sets.
-        """
+        """Returns the columns as this rank reads them."""
         indexes = {rank: index for rank, index in enumerate(held) if index is not None}
         bad = {
             number: found
@@ -196,7 +178,7 @@ class RowSource:
         return FileReader(columns, open_mpi_file)
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
-        return errors.DataError(self._options.explain(expected, received, remedy))
+        return errors.DataError(self._options.where, expected, received, remedy)
 
 
 def _compare(
@@ -206,13 +188,11 @@ def _compare(
     for first, other in zip(expected, received, strict=True):
         if (first.length, first.dtype, first.shape) != (other.length, other.dtype, other.shape):
             raise errors.MismatchError(
-                errors.explain(
-                    f"[rank {rank} of {size}]",
-                    f"{first.name or 'rows'!r} in {other.path} to have {first.length} rows of "
-                    f"{_describe(first)}, as on the first rank that reads",
-                    f"{other.length} rows of {_describe(other)}",
-                    SAME_FILES,
-                )
+                f"[rank {rank} of {size}]",
+                f"{first.name or 'rows'!r} in {other.path} to have {first.length} rows of "
+                f"{_describe(first)}, as on the first rank that reads",
+                f"{other.length} rows of {_describe(other)}",
+                SAME_FILES,
             )
 
 

@@ -16,8 +16,6 @@ from keras_dist.data.row_source import RowSource
 from keras_dist.data.segments import Segment, segment_of_npy, segments_of_hdf5
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["hdf5", "npy"]
-
 
 def hdf5(
     files: Paths,

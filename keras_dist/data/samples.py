@@ -11,16 +11,9 @@ from keras_dist.data.indexed import WHOLE, IndexedSource
 from keras_dist.data.nested import as_array, concatenated, described, mapped, stacked
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["PyDatasetSource", "SampleRows", "SampleSource"]
-
 
 class SampleSource(IndexedSource):
-    """A data set with a length whose `data[i]` is sample i: nested arrays.
-
-    Args:
-        data: the full data set, on every rank.
-        options: options of the data set.
-    """
+    """A data set with a length whose `data[i]` is sample i: nested arrays."""
 
     def __init__(self, data: Any, options: ShardOptions):
         no_reader("data of single samples", options)
@@ -35,23 +28,17 @@ class SampleSource(IndexedSource):
 
 
 class PyDatasetSource(IndexedSource):
-    """A `keras.utils.PyDataset`, whose `data[i]` is batch i: batch i belongs to rank `i % size`.
-
-    Args:
-        data: the full data set, on every rank.
-        options: options of the data set.
-    """
+    """A `keras.utils.PyDataset`, whose `data[i]` is batch i: batch i belongs to rank `i % size`."""
 
     def __init__(self, data: Any, options: ShardOptions):
         no_reader("a PyDataset", options)
         _no_batch_size("a PyDataset", options)
         if options.batched is False:
             raise errors.ArgumentError(
-                options.explain(
-                    "no batched=False for a PyDataset",
-                    "batched=False",
-                    "Its elements are batches; omit the argument.",
-                )
+                options.where,
+                "no batched=False for a PyDataset",
+                "batched=False",
+                "Its elements are batches; omit the argument.",
             )
         self._data = data
         rows = SampleRows(data, True, options)
@@ -65,13 +52,7 @@ class PyDatasetSource(IndexedSource):
 
 
 class SampleRows:
-    """The samples, or batches, of a data set with a length.
-
-    Args:
-        data: the data set.
-        batched: whether its elements are batches.
-        options: options of the data set, for error messages.
-    """
+    """The samples, or batches, of a data set with a length."""
 
     def __init__(self, data: Any, batched: bool, options: ShardOptions):
         self._data = data
@@ -97,11 +78,10 @@ def _length(data: Any, options: ShardOptions) -> int:
     # Infinite data has no length, or the largest integer.
     if total is None or total >= np.iinfo(np.int64).max:
         raise errors.DataError(
-            options.explain(
-                "data with an end",
-                f"a {type(data).__name__} without one",
-                "Give it a length, or pass a function that returns a generator, and steps.",
-            )
+            options.where,
+            "data with an end",
+            f"a {type(data).__name__} without one",
+            "Give it a length, or pass a function that returns a generator, and steps.",
         )
     return int(total)
 

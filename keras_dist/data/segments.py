@@ -10,8 +10,6 @@ import numpy as np
 
 from keras_dist import errors, runtime
 
-__all__ = ["Column", "Segment", "open_hdf5", "segment_of_npy", "segments_of_hdf5"]
-
 LOCKING = (
     "Some file systems, such as Lustre and NFS, may not support locks, and a file that is being "
     "written is locked. If no process writes to it, set HDF5_USE_FILE_LOCKING=FALSE on all ranks."
@@ -23,13 +21,7 @@ class Segment:
     """The rows of one data set in one file.
 
     Args:
-        path: path of the file.
-        name: name of the data set in an HDF5 file; `None` for a `.npy` file.
-        length: number of rows.
-        dtype: dtype in the file, as `numpy.dtype.str`.
         shape: shape of a row.
-        align: number of rows per chunk; 1 without chunks.
-        offset: byte offset of the first row; `None` if the rows are not contiguous.
     """
 
     path: str
@@ -70,16 +62,7 @@ class Column:
 
 
 def segments_of_hdf5(path: str, names: Sequence[str]) -> list[Segment]:
-    """Returns the segments of data sets in an HDF5 file.
-
-    Args:
-        path: path of the file.
-        names: names of the data sets, such as `"group/images"`.
-
-    Raises:
-        DataError: the file cannot be read, a data set is missing or not numeric, or lengths
-            differ.
-    """
+    """Returns the segments of data sets in an HDF5 file."""
     with open_hdf5(path) as file:
         found = [_look_up(file, path, name) for name in names]
     lengths = {segment.name: segment.length for segment in found}
@@ -93,11 +76,7 @@ def segments_of_hdf5(path: str, names: Sequence[str]) -> list[Segment]:
 
 
 def segment_of_npy(path: str) -> Segment:
-    """Returns the segment of a `.npy` file.
-
-    Raises:
-        DataError: the file cannot be read, or is not a numeric array in C order.
-    """
+    """Returns the segment of a `.npy` file."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as failure:
@@ -119,11 +98,7 @@ def segment_of_npy(path: str) -> Segment:
 
 
 def open_hdf5(path: str) -> Any:
-    """Opens an HDF5 file for reading, shared with other readers.
-
-    Raises:
-        DataError: the file cannot be opened.
-    """
+    """Opens an HDF5 file for reading, shared with other readers."""
     import h5py
 
     try:
@@ -193,4 +168,4 @@ def _unreadable(path: str, failure: Exception, remedy: str) -> errors.DataError:
 
 
 def _error(expected: str, received: str, remedy: str) -> errors.DataError:
-    return errors.DataError(errors.explain(runtime.where(), expected, received, remedy))
+    return errors.DataError(runtime.where(), expected, received, remedy)

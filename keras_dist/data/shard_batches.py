@@ -11,8 +11,6 @@ from keras_dist.data.epochs import Epochs
 from keras_dist.data.file_shards import GlobalShard, RankShard
 from keras_dist.data.spread import Spread
 
-__all__ = ["ShardBatches", "ShardReader"]
-
 
 class ShardReader(Protocol):
     """Reads rows of file pieces."""
@@ -31,16 +29,7 @@ class ShardReader(Protocol):
 
 
 class ShardBatches:
-    """The batches of a rank in any epoch.
-
-    Args:
-        reader: reads the rows.
-        share: the rows of this rank.
-        plan: the sizes of the batches.
-        key: integers that, with the epoch, seed the order; `None` keeps the order of the files.
-        mixed: number of pieces that are shuffled together.
-        epochs: the epochs of the data.
-    """
+    """The batches of a rank in any epoch."""
 
     def __init__(
         self,

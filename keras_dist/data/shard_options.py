@@ -14,20 +14,12 @@ from keras_dist.data.order import Shuffle, Way
 from keras_dist.data.partition import Plan, Remainder, plan_samples
 from keras_dist.runtime import script_ranks
 
-__all__ = ["Fact", "ShardOptions"]
-
 SAME_ARGUMENTS = "Pass the same arguments to shard() on every rank."
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A value that must be equal on all ranks.
-
-    Args:
-        label: its name, such as "the number of samples".
-        value: the value of this rank, compared and shown.
-        remedy: what to do if the ranks differ, in sentences.
-    """
+    """A value that must be equal on all ranks."""
 
     label: str
     value: object
@@ -41,10 +33,6 @@ class ShardOptions:
     Args: those of `shard`; `shuffle` is `None` if the user did not set it. `draws`: whether each
         rank draws samples at random, as for `sample`. A `global_batch_size` sets the `batch_size`
         of each rank.
-
-    Raises:
-        ArgumentError: an argument has an invalid value.
-        ArgumentTypeError: an argument is of the wrong type.
     """
 
     batch_size: int | None = None
@@ -77,11 +65,10 @@ class ShardOptions:
         if self.remainder not in get_args(Remainder):
             choices = ", ".join(map(repr, get_args(Remainder)))
             raise errors.ArgumentError(
-                self.explain(
-                    f"remainder to be one of {choices}",
-                    repr(self.remainder),
-                    "See shard() for what each does if samples do not divide evenly.",
-                )
+                self.where,
+                f"remainder to be one of {choices}",
+                repr(self.remainder),
+                "See shard() for what each does if samples do not divide evenly.",
             )
         if self.global_batch_size is not None:
             self._set("batch_size", self._share_of_batch(self.global_batch_size))
@@ -97,7 +84,7 @@ class ShardOptions:
             remedy = f"Pass for example {max(1, share) * self.size}."
         else:
             return share
-        raise errors.ArgumentError(self.explain(expected, received, remedy))
+        raise errors.ArgumentError(self.where, expected, received, remedy)
 
     @property
     def way(self) -> Way | None:
@@ -134,73 +121,45 @@ class ShardOptions:
     def wrong_kind(self, expected: str, received: object) -> errors.ArgumentTypeError:
         """Returns the error for an argument of the wrong type."""
         text = f"{reprlib.repr(received)} of type {type(received).__name__}"
-        return errors.ArgumentTypeError(
-            self.explain(expected, text, "See the arguments of shard().")
-        )
+        return errors.ArgumentTypeError(self.where, expected, text, "See the arguments of shard().")
 
     def refuse(self, data: str, reasons: dict[str, str]) -> None:
-        """Refuses arguments that are not defined for a kind of data.
-
-        Args:
-            data: the kind of data, a plural.
-            reasons: for each of these arguments, what to do instead, in sentences.
-
-        Raises:
-            ArgumentError: one of the arguments was passed.
-        """
+        """Refuses arguments that are not defined for a kind of data."""
         for name, remedy in reasons.items():
             value = getattr(self, name)
             if value is not None and value is not False:
                 raise errors.ArgumentError(
-                    self.explain(f"no {name} for {data}", f"{name}={value!r}", remedy)
+                    self.where, f"no {name} for {data}", f"{name}={value!r}", remedy
                 )
 
     def refuse_global_order(self, data: str) -> None:
-        """Refuses `shuffle="global"` for a kind of data.
-
-        Args:
-            data: the kind of data, a plural.
-
-        Raises:
-            ArgumentError: it was passed.
-        """
+        """Refuses `shuffle="global"` for a kind of data."""
         if self.shuffle == "global":
             raise errors.ArgumentError(
-                self.explain(
-                    f"shuffle to be True or False for {data}",
-                    "shuffle='global'",
-                    "Pass samples to shard(), which have a global order.",
-                )
+                self.where,
+                f"shuffle to be True or False for {data}",
+                "shuffle='global'",
+                "Pass samples to shard(), which have a global order.",
             )
 
     def need_samples(self, total: int, of: str = "samples") -> None:
-        """Checks that there is at least one sample for every rank.
-
-        Raises:
-            DataError: there are fewer.
-        """
+        """Checks that there is at least one sample for every rank."""
         if total < self.size:
             raise errors.DataError(
-                self.explain(
-                    f"at least {self.size} {of}, one for each rank",
-                    f"{total}",
-                    "Use more data or start fewer ranks.",
-                )
+                self.where,
+                f"at least {self.size} {of}, one for each rank",
+                f"{total}",
+                "Use more data or start fewer ranks.",
             )
 
     def need_steps(self, available: int) -> None:
-        """Checks that an epoch has the steps that the user passed.
-
-        Raises:
-            DataError: it has fewer.
-        """
+        """Checks that an epoch has the steps that the user passed."""
         if self.steps is not None and self.steps > available:
             raise errors.DataError(
-                self.explain(
-                    f"data for steps={self.steps} on each of {self.size} ranks",
-                    f"enough for {available}",
-                    "Lower steps or leave it out; use more data or a smaller batch.",
-                )
+                self.where,
+                f"data for steps={self.steps} on each of {self.size} ranks",
+                f"enough for {available}",
+                "Lower steps or leave it out; use more data or a smaller batch.",
             )
 
     def _count(self, name: str, least: int, optional: bool) -> int | None:
@@ -215,11 +174,10 @@ class ShardOptions:
             raise self.wrong_kind(f"{name} to be an integer", value)
         if count < least:
             raise errors.ArgumentError(
-                self.explain(
-                    f"{name} to be at least {least}",
-                    str(count),
-                    f"Pass a larger {name}" + (" or leave it out." if optional else "."),
-                )
+                self.where,
+                f"{name} to be at least {least}",
+                str(count),
+                f"Pass a larger {name}" + (" or leave it out." if optional else "."),
             )
         return count
 

@@ -13,17 +13,9 @@ from keras_dist.data.shard_batches import ShardBatches, ShardReader
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.spread import Spread
 
-__all__ = ["Location", "ShardFiles", "ShardSource"]
-
 
 class Location(NamedTuple):
-    """The location of a piece.
-
-    Args:
-        file: number of the file.
-        inner: number of the piece in the file.
-        path: path of the file.
-    """
+    """The location of a piece."""
 
     file: int
     inner: int
@@ -43,21 +35,7 @@ class ShardFiles(Protocol):
 
 
 class ShardSource(FileIndex):
-    """Files of one format, sharded by pieces.
-
-    Args:
-        files: the file format.
-        paths: see `FileIndex`.
-        options: see `FileIndex`; with a batch size.
-        unreadable: see `FileIndex`.
-        facts: see `FileIndex`.
-        own: see `FileIndex`.
-        visible: see `FileIndex`.
-
-    Raises:
-        ArgumentError: a global order was requested, and each rank has its own files.
-        DataError: see `FileIndex`.
-    """
+    """Files of one format, sharded by pieces."""
 
     def __init__(
         self,

@@ -16,8 +16,6 @@ from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["sample", "set_epoch", "shard", "steps_per_epoch"]
-
 
 def shard(
     data: Any,
@@ -272,13 +270,11 @@ def set_epoch(data: Any, epoch: int) -> None:
     known = epochs.of(data)
     if known is None or epoch < 0:
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                "data of keras_dist.data, and an epoch of at least 0",
-                f"an object of type {type(data).__name__}, epoch {epoch}",
-                "Pass the result of shard(); what is made from it by map() or batch() has no "
-                "epochs of its own.",
-            )
+            runtime.where(),
+            "data of keras_dist.data, and an epoch of at least 0",
+            f"an object of type {type(data).__name__}, epoch {epoch}",
+            "Pass the result of shard(); what is made from it by map() or batch() has no "
+            "epochs of its own.",
         )
     known.number = epoch
 

@@ -5,17 +5,10 @@ from collections.abc import Sequence
 
 from keras_dist.data.partition import Remainder
 
-__all__ = ["Spread", "plan_spread"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """The batches of a rank, where ranks have different numbers of elements.
-
-    Args:
-        count: number of elements of this rank in an epoch.
-        sizes: number of elements of each batch.
-    """
+    """The batches of a rank, where ranks have different numbers of elements."""
 
     count: int
     sizes: tuple[int, ...]
@@ -34,14 +27,6 @@ def plan_spread(
     counts: Sequence[int], rank: int, batch_size: int, remainder: Remainder
 ) -> Spread | None:
     """Returns the batches of a rank from the numbers of elements of all ranks.
-
-    Args:
-        counts: number of elements of each rank.
-        rank: the rank.
-        batch_size: largest number of elements of a rank in a step.
-        remainder: `"uneven"`: each element once; the rank with most determines the number of steps,
-            and the others use smaller batches. `"pad"`: all repeat elements up to the number of the
-            rank with most. `"drop"`: only full batches, as many as the rank with fewest has.
 
     Returns:
         The plan, or `None` if a rank has fewer elements than steps.

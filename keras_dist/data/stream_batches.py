@@ -10,41 +10,28 @@ from keras_dist import errors
 from keras_dist.data.nested import as_array, concatenated, leaves, mapped, stacked
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["StreamBatches"]
-
 Round = list[Any]  # consecutive elements for one step of all ranks
 
 
 class StreamBatches:
-    """Selects the elements of a stream that form the batches of this rank.
-
-    Args:
-        options: options of `shard`.
-        batch_size: number of samples of a rank in a step; `None` if elements are batches.
-        steps: number of batches in an epoch.
-    """
+    """Selects the elements of a stream that form the batches of this rank."""
 
     def __init__(self, options: ShardOptions, batch_size: int | None, steps: int):
         self.options, self.steps = options, steps
         self._batch_size = batch_size
 
     def of(self, elements: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches of an epoch.
-
-        Raises:
-            DataError: the stream ends before the epoch.
-        """
+        """Yields the batches of an epoch."""
         made = 0
         for elements_of_step in itertools.islice(self._rounds(elements), self.steps):
             yield self._share(elements_of_step)
             made += 1
         if made < self.steps:
             raise errors.DataError(
-                self.options.explain(
-                    f"data for {self.steps} steps on each of {self.options.size} ranks",
-                    f"data that ended after {made}",
-                    "Lower steps, or make the generator yield as many elements each time.",
-                )
+                self.options.where,
+                f"data for {self.steps} steps on each of {self.options.size} ranks",
+                f"data that ended after {made}",
+                "Lower steps, or make the generator yield as many elements each time.",
             )
 
     def skip(self, elements: Iterator[Any], epochs: int) -> None:

@@ -8,20 +8,12 @@ from keras_dist.data.array_dataset import InOrder
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.stream_batches import StreamBatches
 
-__all__ = ["StreamDataset"]
-
 
 class StreamDataset(InOrder):
     """The batches of a rank from a stream.
 
     Keras requests batches before an epoch begins, to infer their shapes. They are kept, and
     returned again within the epoch.
-
-    Args:
-        batches: selects the elements of this rank.
-        iterate: returns an iterator for an epoch.
-        reads_once: whether `iterate` returns the same iterator each time.
-        epochs: the epochs of the data.
     """
 
     def __init__(

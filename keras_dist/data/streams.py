@@ -11,23 +11,11 @@ from keras_dist.data.round_robin import plan_round_robin
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.stream_batches import StreamBatches
 
-__all__ = ["StreamSource"]
-
 SAME = "Pass shard() a function that makes the same generator on every rank."
 
 
 class StreamSource:
-    """An iterator, or a function that makes one for each epoch.
-
-    Args:
-        data: a function without arguments that returns an iterator over the same elements each
-            time and on all ranks; an iterable that can be iterated repeatedly; or an iterator,
-            which is read once, epoch after epoch.
-        options: options of `shard`. With a batch size, elements are samples; otherwise batches.
-
-    Raises:
-        DataError: the data has no elements, or their number cannot be determined.
-    """
+    """An iterator, or a function that makes one for each epoch."""
 
     held = None
 
@@ -58,12 +46,11 @@ class StreamSource:
     def _require_repeatable(self) -> None:
         if self._reads_once:
             raise errors.DataError(
-                self._options.explain(
-                    "steps, or a function that makes a generator for each epoch",
-                    "an iterator, which can be read only once",
-                    "Pass steps, the number of batches in an epoch on each rank, or the function "
-                    "itself, without calling it.",
-                )
+                self._options.where,
+                "steps, or a function that makes a generator for each epoch",
+                "an iterator, which can be read only once",
+                "Pass steps, the number of batches in an epoch on each rank, or the function "
+                "itself, without calling it.",
             )
 
     def _steps_of(self, total: int) -> int:

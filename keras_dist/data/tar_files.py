@@ -20,8 +20,6 @@ from keras_dist.data.paths import Paths, expanded
 from keras_dist.data.shard_options import ShardOptions
 from keras_dist.data.shard_source import Location, ShardSource
 
-__all__ = ["Sample", "TarFiles", "TarReader", "bytes_of", "samples_of", "tar"]
-
 KEY = "__key__"
 # The names of members, and those that hold no sample, by the expressions of WebDataset.
 NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -34,7 +32,6 @@ class Sample(NamedTuple):
     """The location of a sample in a tar file.
 
     Args:
-        key: name of the sample.
         members: field, offset and size of each member, in bytes.
     """
 
@@ -121,12 +118,7 @@ def tar(
 
 
 class TarFiles:
-    """Tar files of samples.
-
-    Args:
-        decode: function from the members of a sample to the sample.
-        unreadable: policy for samples that cannot be decoded.
-    """
+    """Tar files of samples."""
 
     mixed = MIXED
 
@@ -156,14 +148,7 @@ class TarFiles:
 
 
 class TarReader:
-    """Reads samples in tar files.
-
-    Args:
-        paths: the path of each shard.
-        decode: function from the members of a sample to the sample.
-        unreadable: policy for samples that cannot be decoded.
-        found: the contents of the files.
-    """
+    """Reads samples in tar files."""
 
     def __init__(self, paths: Sequence[str], decode: Decode, unreadable: Unreadable, found: Found):
         self.example = found.example
@@ -187,12 +172,7 @@ class TarReader:
 
 
 def samples_of(path: str) -> list[Sample]:
-    """Returns the samples of a tar file, in order.
-
-    Raises:
-        tarfile.TarError: the file is damaged, truncated or compressed.
-        ValueError: a sample has two members of one field.
-    """
+    """Returns the samples of a tar file, in order."""
     samples: list[tuple[str, dict[str, tuple[str, int, int]]]] = []
     end = 0
     with tarfile.open(path, "r:") as archive:

@@ -8,18 +8,12 @@ import tensorflow as tf
 
 from keras_dist.data.rank_batches import RankBatches
 
-__all__ = ["pipeline_of"]
-
 
 def pipeline_of(batches: RankBatches, ahead: bool = True) -> tf.data.Dataset:
     """Returns a pipeline of the batches; each iteration over it is the next epoch.
 
     Numpy gathers the batches: memory-mapped arrays are read on demand, and no array is copied into
     TensorFlow as a whole.
-
-    Args:
-        batches: the batches of this rank.
-        ahead: whether batches may be prefetched.
     """
     epochs = batches.epochs
     steps = batches.plan.steps

@@ -17,8 +17,6 @@ from keras_dist._compat import tf_data as private
 from keras_dist.data import tf_order
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["HeldFiles", "check_written", "held_files", "with_own_cache", "with_own_caches"]
-
 MADE = "a name that the function"  # followed by a digest, in place of a file
 
 #: the host of a rank, and the files that its pipeline caches in
@@ -26,12 +24,7 @@ HeldFiles = tuple[str, list[str]]
 
 
 def held_files(dataset: tf.data.Dataset, complete: bool = False) -> HeldFiles:
-    """Returns the files that a pipeline caches in.
-
-    Args:
-        dataset: the pipeline.
-        complete: whether to include those that are only read. Defaults to `False`.
-    """
+    """Returns the files that a pipeline caches in."""
     files = []
     for stage in tf_order.stages(dataset):
         files.append(private.cache_file_of(stage))
@@ -53,20 +46,15 @@ def check_written(held: Sequence[HeldFiles]) -> None:
     """Checks the files of the data sets of all ranks of a `fit`.
 
     Names that functions make are not examined: the data of a rank may decide on them.
-
-    Raises:
-        DataError: several ranks of a host write one file.
     """
     shared = sorted(file for file in _shared(held) if not file.startswith(MADE))
     if shared:
         raise errors.DataError(
-            errors.explain(
-                runtime.where(),
-                "each rank of a host to cache its data in a file of its own",
-                f".cache({shared[0]!r}) on several ranks, in the data of fit",
-                "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or call "
-                ".cache() right before keras_dist.data.shard, which then adds the rank itself.",
-            )
+            runtime.where(),
+            "each rank of a host to cache its data in a file of its own",
+            f".cache({shared[0]!r}) on several ranks, in the data of fit",
+            "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or call "
+            ".cache() right before keras_dist.data.shard, which then adds the rank itself.",
         )
 
 
@@ -82,16 +70,7 @@ def with_own_cache(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.D
 def with_own_caches(
     dataset: tf.data.Dataset, held: Sequence[HeldFiles], options: ShardOptions
 ) -> tf.data.Dataset:
-    """Returns a pipeline whose caches are files that no other rank of the host writes.
-
-    Args:
-        dataset: the pipeline of this rank.
-        held: the files of all ranks.
-        options: options of `shard`.
-
-    Raises:
-        DataError: ranks share a cache before the last transformation; raised on every rank.
-    """
+    """Returns a pipeline whose caches are files that no other rank of the host writes."""
     shared = _shared(held)
     if private.cache_file_of(dataset) in shared:
         own = f"{private.cache_file_of(dataset)}.rank{options.rank}"
@@ -100,12 +79,11 @@ def with_own_caches(
     if not found:
         return dataset
     raise errors.DataError(
-        options.explain(
-            "each rank of a host to cache its pipeline in a file of its own",
-            f".cache({found[0]!r}) on several ranks, before other transformations",
-            "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or make "
-            ".cache() the last transformation before shard(), which then adds the rank itself.",
-        )
+        options.where,
+        "each rank of a host to cache its pipeline in a file of its own",
+        f".cache({found[0]!r}) on several ranks, before other transformations",
+        "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or make "
+        ".cache() the last transformation before shard(), which then adds the rank itself.",
     )
 
 

@@ -22,15 +22,6 @@ from keras_dist.data.tf_caches import HeldFiles, held_files, with_own_caches
 from keras_dist.data.tf_remainder import counted, in_round_robin, with_remainder
 from keras_dist.data.tf_shuffle import epochs_of, shuffled
 
-__all__ = [
-    "TfSource",
-    "batches_of_samples",
-    "count_elements",
-    "limited_batches",
-    "spread_batches",
-    "with_length",
-]
-
 ORDER = (
     "Pass shard() the data before it is shuffled: it shuffles the shard of each rank. Or "
     "shuffle with a fixed seed, the same on all ranks, and keep map() and interleave() "
@@ -39,16 +30,7 @@ ORDER = (
 
 
 class TfSource:
-    """A tf.data pipeline, the whole data set on every rank.
-
-    Args:
-        dataset: of single samples if `options` has a batch size, else of batches.
-        options: options of `shard`.
-
-    Raises:
-        ArgumentError: an argument of `shard` does not apply to a tf.data.Dataset.
-        DataError: the length is unknown or too small, or the order may differ between ranks.
-    """
+    """A tf.data pipeline, the whole data set on every rank."""
 
     def __init__(self, dataset: tf.data.Dataset, options: ShardOptions):
         options.refuse("a tf.data.Dataset", {"reader": "Only a list of files has a reader."})
@@ -146,14 +128,7 @@ def batches_of_samples(
 def limited_batches(
     dataset: tf.data.Dataset, options: ShardOptions, epochs: Epochs, whole: bool = True
 ) -> tf.data.Dataset:
-    """Returns `options.steps` full batches of a pipeline of unknown length.
-
-    Args:
-        dataset: samples of all ranks, or the shard of this rank.
-        options: options of `shard`.
-        epochs: the epochs of the data.
-        whole: whether `dataset` has the samples of all ranks. Defaults to `True`.
-    """
+    """Returns `options.steps` full batches of a pipeline of unknown length."""
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
@@ -217,11 +192,10 @@ def _check_batches(dataset: tf.data.Dataset, options: ShardOptions) -> None:
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", None) is not None and spec.shape.rank == 0:
             raise errors.DataError(
-                options.explain(
-                    "a tf.data.Dataset of batches, because no batch_size was passed",
-                    f"elements of {dataset.element_spec!r}",
-                    "Pass batch_size, so that shard() makes the batches.",
-                )
+                options.where,
+                "a tf.data.Dataset of batches, because no batch_size was passed",
+                f"elements of {dataset.element_spec!r}",
+                "Pass batch_size, so that shard() makes the batches.",
             )
 
 
@@ -240,7 +214,7 @@ def _length(dataset: tf.data.Dataset, options: ShardOptions) -> int | None:
             "Pass steps, the number of batches per epoch on each rank; or set the length: "
             "dataset.apply(tf.data.experimental.assert_cardinality(count))."
         )
-    raise errors.DataError(options.explain("data of a known length, or steps", received, remedy))
+    raise errors.DataError(options.where, "data of a known length, or steps", received, remedy)
 
 
 def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
@@ -248,7 +222,7 @@ def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Datase
     reason = tf_order.unordered(dataset) if options.size > 1 else None
     if reason is not None:
         raise errors.DataError(
-            options.explain("a tf.data.Dataset with the same order on all ranks", reason, ORDER)
+            options.where, "a tf.data.Dataset with the same order on all ranks", reason, ORDER
         )
     if dataset.options().deterministic is False:
         tf_options = tf.data.Options()

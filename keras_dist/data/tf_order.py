@@ -16,18 +16,6 @@ import tensorflow as tf
 from keras_dist._compat import contract
 from keras_dist._compat import tf_data as private
 
-__all__ = [
-    "Shuffled",
-    "function_ops",
-    "global_seed",
-    "is_seeded",
-    "not_restored",
-    "seeds",
-    "shuffled_last",
-    "stages",
-    "unordered",
-]
-
 # Names in functions and serialised pipelines; the classes of pipelines have other names.
 RANDOM_OPS = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
 UNSEEDED = (0, 0)
@@ -88,14 +76,7 @@ def seeds(dataset: tf.data.Dataset) -> list[tuple[int | None, int | None]]:
 
 @dataclasses.dataclass(frozen=True)
 class Shuffled:
-    """The parts of a pipeline that ends in `shuffle`, or in `shuffle` and `batch`.
-
-    Args:
-        source: the pipeline before `shuffle`.
-        buffer: buffer size of `shuffle`, in samples.
-        batch_size: batch size of `batch`; `None` without `batch`.
-        drops: whether `batch` drops the remainder.
-    """
+    """The parts of a pipeline that ends in `shuffle`, or in `shuffle` and `batch`."""
 
     source: tf.data.Dataset
     buffer: int

@@ -9,8 +9,6 @@ from keras_dist.data.partition import Plan
 from keras_dist.data.round_robin import RoundRobin
 from keras_dist.data.shard_options import ShardOptions
 
-__all__ = ["counted", "in_round_robin", "with_remainder"]
-
 
 def counted(dataset: tf.data.Dataset) -> tf.Tensor:
     """Returns the number of elements; reads all of them."""

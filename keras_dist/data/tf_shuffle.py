@@ -12,8 +12,6 @@ import tensorflow as tf
 from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["epochs_of", "shuffled"]
-
 BUFFER_NBYTES = 256 << 20
 BUFFER_COUNT = 1 << 16
 SAMPLE_NBYTES = 256 << 10  # assumed for samples of unknown shape
@@ -36,17 +34,7 @@ def shuffled(
     held: int | None = None,
     whole: bool = True,
 ) -> tf.data.Dataset:
-    """Returns the batches of this rank; each iteration over them is the next epoch.
-
-    Args:
-        dataset: samples.
-        options: options of `shard`.
-        epochs: the epochs of the data.
-        batched: makes batches from the samples of this rank.
-        total: number of samples in `dataset`. Defaults to unknown.
-        held: number of samples of the shard of this rank. Defaults to all.
-        whole: whether `dataset` has the samples of all ranks. Defaults to `True`.
-    """
+    """Returns the batches of this rank; each iteration over them is the next epoch."""
     of_all = whole and options.way in ("global", "draw")
 
     def mine(samples: tf.data.Dataset) -> tf.data.Dataset:

@@ -14,19 +14,9 @@ from keras_dist.data.arrays import no_reader
 from keras_dist.data.indexed import WHOLE, Batches, IndexedSource
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-__all__ = ["PartSampler", "TorchSource", "every_nth_batch"]
-
 
 class TorchSource(IndexedSource):
-    """A torch `Dataset` with a length, or a `DataLoader` of one, whose settings are kept.
-
-    Args:
-        data: the data set or the loader, with all samples on every rank.
-        options: options of `shard`; the settings of the loader are their defaults.
-
-    Raises:
-        ArgumentError: the loader has an unsupported sampler.
-    """
+    """A torch `Dataset` with a length, or a `DataLoader` of one, whose settings are kept."""
 
     def __init__(self, data: Any, options: ShardOptions):
         no_reader("a torch Dataset", options)
@@ -49,11 +39,7 @@ class TorchSource(IndexedSource):
 
 
 class PartSampler(torch.utils.data.Sampler):
-    """Yields the indices of the samples of each step; every iteration is the next epoch.
-
-    Args:
-        batches: the batches of this rank.
-    """
+    """Yields the indices of the samples of each step; every iteration is the next epoch."""
 
     def __init__(self, batches: Batches):
         self._batches = batches
@@ -68,25 +54,13 @@ class PartSampler(torch.utils.data.Sampler):
 
 
 def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None) -> DataLoader:
-    """Returns a loader of the batches of a whole data set that belong to one rank, in turn.
-
-    Args:
-        loader: the same loader on every rank.
-        rank: the rank.
-        size: number of ranks.
-        steps: number of batches of all ranks; `None` for all.
-
-    Raises:
-        ArgumentError: the loader shuffles, or makes no batches.
-    """
+    """Returns a loader of the batches of a whole data set that belong to one rank, in turn."""
     if loader.batch_sampler is None or isinstance(loader.sampler, RandomSampler):
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                "a DataLoader of batches that keeps the order",
-                f"a DataLoader with a {type(loader.sampler).__name__}",
-                "Use shuffle=False and a batch_size.",
-            )
+            runtime.where(),
+            "a DataLoader of batches that keeps the order",
+            f"a DataLoader with a {type(loader.sampler).__name__}",
+            "Use shuffle=False and a batch_size.",
         )
     batches = list(itertools.islice(loader.batch_sampler, rank, steps, size))
     return DataLoader(loader.dataset, batch_sampler=batches, **options_of(loader))
@@ -114,11 +88,10 @@ def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
     if loader.batch_size is None or not known:
         own = loader.batch_sampler if loader.batch_size is None else sampler
         raise errors.ArgumentError(
-            options.explain(
-                "a DataLoader that shuffles or keeps the order, with a batch_size",
-                f"a DataLoader with a {type(own).__name__}",
-                "Leave out the sampler, which shard() replaces, or pass the Dataset.",
-            )
+            options.where,
+            "a DataLoader that shuffles or keeps the order, with a batch_size",
+            f"a DataLoader with a {type(own).__name__}",
+            "Leave out the sampler, which shard() replaces, or pass the Dataset.",
         )
     shuffle = isinstance(sampler, RandomSampler) if options.shuffle is None else options.shuffle
     drops = loader.drop_last and options.remainder == "uneven"

@@ -13,36 +13,16 @@ from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.kinds import is_a, is_tensor, is_tf_dataset
 from keras_dist.data.nested import as_array, leaves
 
-__all__ = ["Turns", "in_turn"]
-
 
 class Turns(NamedTuple):
-    """The batches of a rank.
-
-    Args:
-        batches: yields the inputs of each.
-        total: how many there are; `None` if it is unknown.
-    """
+    """The batches of a rank."""
 
     batches: Iterator[Any]
     total: int | None
 
 
 def in_turn(data: Any, batch_size: int | None, steps: int | None, rank: int, size: int) -> Turns:
-    """Returns the batches of one rank, from data as `model.predict` takes it.
-
-    Args:
-        data: arrays, `tf.data.Dataset` of batches, `PyDataset`, torch `DataLoader`, an iterator
-            over batches or a function that returns one; the same on all ranks.
-        batch_size: samples of a batch, for arrays. Defaults to 32.
-        steps: number of batches of all ranks. Defaults to all.
-        rank: this rank.
-        size: number of ranks.
-
-    Raises:
-        DataError: the order differs from rank to rank.
-        ArgumentError: data of batches has a `batch_size`.
-    """
+    """Returns the batches of one rank, from data as `model.predict` takes it."""
     if isinstance(data, tuple | list | dict) or is_tensor(data):
         return _of_arrays(data, batch_size or DEFAULT_BATCH_SIZE, steps, rank, size)
     if batch_size is not None:

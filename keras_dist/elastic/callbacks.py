@@ -4,8 +4,6 @@ from typing import Any
 
 import keras
 
-__all__ = ["CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]
-
 
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits a state after a number of batches, and at the end of each epoch.

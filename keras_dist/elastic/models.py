@@ -12,8 +12,6 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist.elastic.state import ObjectState
 
-__all__ = ["KerasState", "TensorFlowKerasState", "TensorFlowState", "TorchState"]
-
 OPTIMIZERS = "optimizers"  # key of the description of the optimizers
 
 
@@ -75,13 +73,13 @@ class KerasState(_VariablesState):
         if not has_weights(model):
             expected, received = "a built model", f"{model.name!r}, which is not built"
             remedy = "Call it on a batch, or its build(), before the state is made."
-            raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
+            raise errors.ArgumentError(runtime.where(), expected, received, remedy)
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         reduction = getattr(self.optimizer, "_keras_dist", None)
         if reduction is not None and reduction.options.shard_state:
             expected, received = "an optimizer with whole state on each rank", "shard_state=True"
             remedy = "Omit shard_state: a rank that is lost takes its slice with it."
-            raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
+            raise errors.ArgumentError(runtime.where(), expected, received, remedy)
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         super().__init__(directory=directory, **attributes)

@@ -6,8 +6,6 @@ from typing import Any
 
 from keras_dist import _engine, errors, runtime
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "run"]
-
 HorovodInternalError = errors.RankLostError
 
 
@@ -21,7 +19,8 @@ class HostsUpdatedInterrupt(errors.KerasDistError, RuntimeError):
     """
 
     def __init__(self, skip_sync: bool = False, text: str = ""):
-        super().__init__(skip_sync, text)
+        super().__init__(text)
+        self.args = (skip_sync, text)
         self.skip_sync = skip_sync
 
     def __str__(self) -> str:
@@ -81,9 +80,6 @@ def _all_restore() -> bool:
     State of a dead rank alone, such as a stage of a pipeline, cannot be restored.
 
     Collective: every rank; blocks.
-
-    Raises:
-        MismatchError: other ranks call another operation; raised on every rank.
     """
     comm = runtime.communicator()
     if comm.subsets:

@@ -18,8 +18,6 @@ from keras_dist.storage import versioned_backups
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 
-__all__ = ["ObjectState", "State"]
-
 ABOUT = "about"
 WRITE = "to write a state into"
 ROOM = "Make room on its disk, or name another directory."
@@ -262,9 +260,7 @@ def _json_of(name: str, value: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         expected = f"{name} to be a JSON value, in a state with a directory"
         remedy = "Keep only numbers, strings, lists and dicts with string keys in it."
-        raise errors.ArgumentTypeError(
-            errors.explain(runtime.where(), expected, str(error), remedy)
-        ) from None
+        raise errors.ArgumentTypeError(runtime.where(), expected, str(error), remedy) from None
 
 
 def _plain(value: Any) -> Any:

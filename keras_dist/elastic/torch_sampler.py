@@ -8,8 +8,6 @@ import torch
 
 from keras_dist import runtime
 
-__all__ = ["ElasticSampler"]
-
 
 class ElasticSampler(torch.utils.data.Sampler):
     """Distributes the remaining samples of an epoch over the ranks.

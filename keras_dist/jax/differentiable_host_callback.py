@@ -11,15 +11,6 @@ from keras_dist._backends.jax import finish_calls
 from keras_dist._backends.jax_callback import call_host
 from keras_dist._compat.jax import put_like, release_dropped
 
-__all__ = [
-    "as_jax",
-    "as_numpy",
-    "differentiable",
-    "host_callback",
-    "is_concrete",
-    "of_floats",
-]
-
 _engine.set_completion(finish_calls)  # as `init` does, which may have been called before
 
 
@@ -29,15 +20,7 @@ def differentiable(
     backward: Callable[[Any, Any], tuple[Any]],
     given: Any,
 ) -> Any:
-    """Runs a function of arrays that has a gradient. See `jax.custom_vjp`.
-
-    Args:
-        run: the function, of one argument.
-        forward: returns the result of the function, and residuals for `backward`.
-        backward: a function of the residuals and the gradient of the result, which returns the
-            gradient of the argument.
-        given: the argument, a pytree of arrays.
-    """
+    """Runs a function of arrays that has a gradient. See `jax.custom_vjp`."""
     if not _is_traced(jax.tree.leaves(given)):
         return run(given)  # no gradient is needed, and `custom_vjp` takes time
     function = jax.custom_vjp(run)
@@ -48,13 +31,7 @@ def differentiable(
 def of_floats(
     backward: Callable[..., Sequence[Any]], gradients: Sequence[Any], *others: Sequence[Any]
 ) -> list[Any]:
-    """Returns the gradients of arrays, `None` for integers: those of their results are no numbers.
-
-    Args:
-        backward: a function of a list of gradients of results that returns those of the arrays.
-        gradients: the gradients of the results, some of dtype float0.
-        *others: further arguments of `backward`: lists with an element for each gradient.
-    """
+    """Returns the gradients of arrays; `None` for integers."""
     results: list[Any] = [None] * len(gradients)
     floats = [i for i, each in enumerate(gradients) if each.dtype != jax.dtypes.float0]
     if floats:
@@ -77,11 +54,8 @@ def host_callback(
 
     Args:
         function: a function of a list of numpy arrays, which returns an array for each of `shapes`.
-        arrays: JAX arrays, or values that JAX converts to arrays.
         shapes: shapes of the results inside `jax.jit`; outside, the results may have other shapes.
             The dtypes are those of `arrays`.
-        into: the same function, which writes its results into arrays, its second argument. Defaults
-            to `None`: results are copied.
     """
     given = [jax.numpy.asarray(array) for array in arrays]
     if not _is_traced(given):
@@ -123,10 +97,8 @@ def _is_traced(arrays: Sequence[Any]) -> bool:
 def _check_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"a result of shape {expected} inside jax.jit, as for equal shapes on all ranks",
-                f"a result of shape {found}",
-                "Call the operation outside jax.jit, where lengths may differ between ranks.",
-            )
+            runtime.where(),
+            f"a result of shape {expected} inside jax.jit, as for equal shapes on all ranks",
+            f"a result of shape {found}",
+            "Call the operation outside jax.jit, where lengths may differ between ranks.",
         )

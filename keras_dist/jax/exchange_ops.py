@@ -16,8 +16,6 @@ from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
-__all__ = ["allgather", "alltoall", "broadcast", "broadcast_parameters", "grouped_allgather"]
-
 
 @raises_on_all
 @described_by(ops.allgather)
@@ -211,10 +209,8 @@ def _like(leaf: Any, array: np.ndarray) -> Any:
 def _check_is_concrete(array: Any) -> None:
     if isinstance(array, jax.core.Tracer):
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                "no splits in an alltoall of jax.jit, where lengths must be static",
-                f"splits for {array}",
-                "Omit splits, or call alltoall outside jax.jit.",
-            )
+            runtime.where(),
+            "no splits in an alltoall of jax.jit, where lengths must be static",
+            f"splits for {array}",
+            "Omit splits, or call alltoall outside jax.jit.",
         )

@@ -23,16 +23,6 @@ from keras_dist.ops.reduction_arguments import Reduction
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
-__all__ = [
-    "allreduce",
-    "average_gradients",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "pmean",
-    "psum",
-    "reducescatter",
-]
-
 
 @raises_on_all
 @described_by(ops.allreduce)

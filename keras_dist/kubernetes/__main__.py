@@ -27,8 +27,6 @@ from keras_dist.launch.world import WorldServer
 from keras_dist.launch.world.gathering import wait_for_cause
 from keras_dist.launch.world.worker import run_rank
 
-__all__ = ["main"]
-
 RETRY_SECONDS, CONNECT_SECONDS = 0.5, 10.0
 
 
@@ -106,12 +104,10 @@ def _variable(name: str, expected: str, accepts: Callable[[str], bool] = bool) -
     text = os.environ.get(name, "")
     if not accepts(text):
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist.kubernetes]",
-                f"the environment variable {name} with {expected}",
-                repr(text) if text else "none",
-                "Set it in the pod, or numProcPerNode of the TrainJob.",
-            )
+            "[keras_dist.kubernetes]",
+            f"the environment variable {name} with {expected}",
+            repr(text) if text else "none",
+            "Set it in the pod, or numProcPerNode of the TrainJob.",
         )
     return text
 
@@ -125,22 +121,16 @@ def _retried(attempt: Callable[[], Any], expected: str, timeout: float) -> Any:
         except OSError as error:
             if time.monotonic() > end:
                 raise errors.LaunchError(
-                    errors.explain(
-                        "[keras_dist.kubernetes]",
-                        f"{expected} within {timeout:g} s",
-                        str(error),
-                        "Look at the log of the first pod, and at the service of the job.",
-                    )
+                    "[keras_dist.kubernetes]",
+                    f"{expected} within {timeout:g} s",
+                    str(error),
+                    "Look at the log of the first pod, and at the service of the job.",
                 ) from error
             time.sleep(RETRY_SECONDS)
 
 
 def _forward_termination() -> threading.Event:
-    """Passes SIGTERM on to the ranks; the first process of a pod would ignore it.
-
-    Returns:
-        The event to set when the ranks start. Before it, SIGTERM ends this process.
-    """
+    """Passes SIGTERM on to the ranks; the first process of a pod would ignore it."""
     started = threading.Event()
     with contextlib.suppress(OSError):  # it leads a session already
         os.setpgrp()

@@ -16,8 +16,6 @@ import numpy as np
 
 from keras_dist import runtime
 
-__all__ = ["ProgressCallback"]
-
 PAUSE_SECONDS = 5.0  # between two requests, as Kubeflow asks
 REQUEST_SECONDS = 5.0
 

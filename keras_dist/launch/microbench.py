@@ -17,8 +17,6 @@ import numpy as np
 
 from keras_dist import _engine, _gpu
 
-__all__ = ["compare", "count_parameters", "in_turn", "main"]
-
 SAMPLE_SECONDS = 0.02  # minimum duration of a sample
 CONTENDER_SECONDS = 2.0  # for all samples of one contender
 MAX_CALLS = 200
@@ -32,14 +30,6 @@ def in_turn(
 
     The order is the same on all ranks. It varies because a contender may leave ranks on other
     cores, or caches empty, for the next one.
-
-    Args:
-        contenders: names.
-        rounds: number of rounds.
-        measure: returns a number for a name.
-
-    Returns:
-        The numbers of each contender, one per round.
     """
     names, order = list(contenders), random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -56,16 +46,7 @@ def in_turn(
 def compare(
     mpi: Any, calls: Mapping[str, Callable[[], Any]], rounds: tuple[int, int]
 ) -> dict[str, list[float]]:
-    """Times collective calls alternately. Collective: every rank of the world.
-
-    Args:
-        mpi: mpi4py's `MPI` module.
-        calls: one function for each contender.
-        rounds: minimum and maximum number of rounds.
-
-    Returns:
-        Seconds per call on the slowest rank, for each contender and round.
-    """
+    """Times collective calls alternately. Collective: every rank of the world."""
     world = mpi.COMM_WORLD
 
     def sample(name: str, number: int) -> float:
@@ -84,15 +65,7 @@ def compare(
 
 
 def count_parameters(path: str, compiled: bool = False) -> int:
-    """Returns the number of trainable parameters of a saved Keras model. Imports the backend.
-
-    Args:
-        path: path of the model.
-        compiled: whether it must be compiled. Defaults to `False`.
-
-    Raises:
-        ValueError: it is not compiled.
-    """
+    """Returns the number of trainable parameters of a saved Keras model. Imports the backend."""
     import keras
 
     model = keras.saving.load_model(path, compile=compiled)

@@ -14,8 +14,6 @@ import numpy as np
 
 from keras_dist import _engine, runtime
 
-__all__ = ["main", "random_batch"]
-
 WARM_STEPS = 4
 STEPS = 20
 

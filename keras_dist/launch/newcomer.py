@@ -16,8 +16,6 @@ from keras_dist import _engine, config, errors
 from keras_dist.runtime import exit_hooks, replacement
 from keras_dist.runtime.job_directory import JobDirectory
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Joins MPI, then runs the program."""
@@ -47,12 +45,7 @@ def main() -> None:
 
 
 def _run(program: dict[str, Any], folder: str) -> None:
-    """Runs a program as `__main__`.
-
-    Args:
-        program: see `runtime.replacement`.
-        folder: current directory of the other ranks.
-    """
+    """Runs a program as `__main__`."""
     sys.argv[:] = program["arguments"]
     if "module" in program:
         sys.path[0:0] = [folder]

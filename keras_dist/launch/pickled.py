@@ -7,8 +7,6 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["pickled", "with_file"]
-
 
 def pickled(value: Any) -> bytes:
     """Returns `cloudpickle.dumps(value)`, from which code is loaded with its file name.

@@ -6,16 +6,10 @@ import pathlib
 import sys
 from collections.abc import Iterator
 
-__all__ = ["printing_to"]
-
 
 @contextlib.contextmanager
 def printing_to(path: pathlib.Path) -> Iterator[None]:
-    """Redirects the output of this process to a file, from C code and child processes as well.
-
-    Args:
-        path: file, which is overwritten.
-    """
+    """Redirects the output of this process to a file, from C code and child processes as well."""
     path.unlink(missing_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
     kept = [os.dup(descriptor) for descriptor in (1, 2)]

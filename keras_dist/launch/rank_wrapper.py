@@ -16,8 +16,6 @@ from typing import NoReturn
 
 from keras_dist.runtime import launch_environment
 
-__all__ = ["main"]
-
 CHUNK_NBYTES = 65536
 PATIENCE_SECONDS = 10.0  # for an incomplete line, such as a progress bar
 NOT_FOUND = 127  # convention of shells

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from keras_dist.launch.cli.job import end_with_parent
 
-__all__ = ["agent_command", "main", "read_notes"]
-
 MAX_UNANSWERED = 4  # messages to a host
 SSH_FAILED = 255  # exit code of ssh for errors of its own, such as a host that does not answer
 
@@ -23,8 +21,6 @@ def agent_command(ssh: str, notes: Path, limit: int) -> list[str]:
     """Returns the command of this program, to be followed by a host and a command there.
 
     Args:
-        ssh: path of ssh.
-        notes: file for the notes, on the host of `keras-dist run`.
         limit: seconds after which a host that does not answer is lost; 0: never.
     """
     module = [sys.executable, "-P", "-m", "keras_dist.launch.remote_shell"]

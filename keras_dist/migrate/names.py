@@ -1,16 +1,5 @@
 """Tables of Horovod's modules and names, with their replacements."""
 
-__all__ = [
-    "GONE",
-    "GONE_MODULES",
-    "GPU_PINNING",
-    "HELD",
-    "IMPORTERS",
-    "MODULES",
-    "REMOVED_ARGUMENTS",
-    "UNKNOWN",
-]
-
 # All modules; modules of Horovod that re-export another module map to that module.
 MODULES = {
     "horovod": "keras_dist",

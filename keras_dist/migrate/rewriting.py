@@ -21,8 +21,6 @@ from keras_dist.migrate.names import (
     UNKNOWN,
 )
 
-__all__ = ["Note", "rewrite"]
-
 MARK = "\ufeff"  # the byte order mark of some editors, which LibCST drops
 PINNED = "# keras_dist: init has selected the GPU of this rank; this line can be removed."
 CHECKPOINTS = m.Name("ModelCheckpoint") | m.Name("BestModelCheckpoint")
@@ -62,9 +60,7 @@ def rewrite(source: str, name: str) -> tuple[str, Sequence[Note]]:
     except cst.ParserSyntaxError as error:
         expected, received = "a script in Python 3", f"{error.message} in line {error.raw_line}"
         remedy = "Correct it first; 2to3 and pyupgrade convert Python 2."
-        raise errors.ArgumentError(
-            errors.explain(f"[{name}]", expected, received, remedy)
-        ) from None
+        raise errors.ArgumentError(f"[{name}]", expected, received, remedy) from None
     rewriter = _Rewriter()
     changed = wrapper.visit(rewriter)
     return mark + changed.code, sorted(set(rewriter.notes))

@@ -18,8 +18,6 @@ from keras_dist import _engine
 from keras_dist.monitor.job import Job, Row
 from keras_dist.monitor.report import Report, of_this_rank, take_sample
 
-__all__ = ["Collector"]
-
 POLL_SECONDS = 0.5
 BUSY_SECONDS = 0.05  # of a rank that waits for answers
 FRESH_SECONDS = 0.5  # a younger report is not requested again
@@ -37,9 +35,6 @@ class Collector:
     """The collector of reports, on this rank. Collective: every rank; blocks.
 
     Where MPI does not allow calls from several threads, the root reports on itself only.
-
-    Args:
-        comm: the ranks of the job.
     """
 
     def __init__(self, comm: _engine.Communicator):

@@ -14,8 +14,6 @@ from keras_dist.monitor.publish import publish_at_port, publish_at_socket
 from keras_dist.monitor.sockets import directory
 from keras_dist.monitor.token import token_in
 
-__all__ = ["Endpoints", "current"]
-
 PROMETHEUS_TOKEN = "prometheus-token"  # the default file, beside the sockets
 
 _log = logging.getLogger("keras_dist")
@@ -28,11 +26,7 @@ def current() -> "Endpoints | None":
 
 
 class Endpoints:
-    """The endpoints of a job, on this rank. Collective: every rank; blocks.
-
-    Args:
-        comm: the ranks of the job.
-    """
+    """The endpoints of a job, on this rank. Collective: every rank; blocks."""
 
     def __init__(self, comm: _engine.Communicator):
         global _current

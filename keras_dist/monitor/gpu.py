@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Gpu", "gpu_of", "visible"]
-
 MIG = "MIG-"  # prefix of the names of instances of a partitioned GPU
 PLACE_LENGTH = 12  # of such a name, in tables
 
@@ -17,11 +15,8 @@ class Gpu:
     """The state of a GPU, other processes included.
 
     Args:
-        name: product name.
-        use: utilization, 0 to 1; `None` for a MIG instance, which has none.
         memory_nbytes: used memory in bytes.
         memory_total_nbytes: total memory in bytes.
-        place: its number on the node, or the beginning of the name of a MIG instance.
     """
 
     name: str
@@ -35,11 +30,6 @@ def gpu_of(local_rank: int, bus_id: str = "") -> Gpu | None:
     """Returns the GPU of a rank.
 
     `None` without an NVIDIA GPU, without a driver, or without `nvidia-ml-py`.
-
-    Args:
-        local_rank: the rank on its node.
-        bus_id: PCI bus id of the GPU that the rank has selected. Defaults to none: it has number
-            `local_rank` of the visible GPUs, modulo their number.
     """
     nvml = _library()
     if nvml is None:
@@ -62,16 +52,7 @@ def gpu_of(local_rank: int, bus_id: str = "") -> Gpu | None:
 def visible(
     count: int, uuids: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> list[int | str]:
-    """Returns the GPUs of a node that its processes see, in their order.
-
-    Args:
-        count: number of GPUs of the node.
-        uuids: UUIDs of the GPUs.
-        environment: may hold `CUDA_VISIBLE_DEVICES`, with numbers, UUIDs or names of MIG instances.
-
-    Returns:
-        Numbers of GPUs; the name of a MIG instance, of which CUDA shows the first one only.
-    """
+    """Returns the GPUs of a node that its processes see, in their order."""
     text = environment.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return list(range(count))

@@ -16,8 +16,6 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from keras_dist.monitor.token import fits
 
-__all__ = ["Handler", "Server"]
-
 MAX_REQUESTS = 16
 REQUEST_SECONDS = 10.0  # for a whole request, which may arrive byte by byte
 POLL_SECONDS = 0.1
@@ -71,16 +69,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request in a thread of its own, up to a limit; further requests are closed.
-
-    Args:
-        address: host and port to listen at.
-        handler: the class that answers a request.
-
-    Raises:
-        OSError: the port is in use.
-        OverflowError: the port number is out of range.
-    """
+    """Answers each request in a thread of its own, up to a limit; further requests are closed."""
 
     request_queue_size = MAX_REQUESTS  # a client beyond that tries again after a second
 

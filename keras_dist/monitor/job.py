@@ -8,8 +8,6 @@ import json
 
 from keras_dist.monitor.report import Report
 
-__all__ = ["Job", "Row"]
-
 SLOW_SHARE = 0.05  # the slowest rank waits less than others by this ratio
 
 
@@ -18,7 +16,6 @@ class Row:
     """A rank.
 
     Args:
-        report: its latest report; only rank, host and process before the first.
         age: seconds since that report was requested; `None` before the first answer.
     """
 
@@ -31,13 +28,7 @@ class Job:
     """The state of a job at one time.
 
     Args:
-        name: name of the script.
-        host: the node of its root.
-        pid: the process of its root.
         started: when the ranks joined, in seconds since 1970.
-        time: now, by the clock of the root.
-        rows: one row for each rank.
-        note: a remark for the viewer. Defaults to none.
     """
 
     name: str
@@ -94,11 +85,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
-        """Returns the job that a line stands for.
-
-        Raises:
-            ValueError: it stands for none.
-        """
+        """Returns the job that a line stands for."""
         try:
             found = json.loads(text)
             rows = [Row(Report.from_json(json.dumps(row)), row["age"]) for row in found["ranks"]]

@@ -14,8 +14,6 @@ from prometheus_client.registry import Collector
 from keras_dist.monitor.http import Handler, Server
 from keras_dist.monitor.job import Job, Row
 
-__all__ = ["Endpoint"]
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 LABELS = ["job_name", "rank", "host"]
@@ -82,17 +80,7 @@ METRICS: list[tuple[str, type, str, Callable[[Row], float | None]]] = [
 
 
 class Endpoint:
-    """The HTTP endpoint of a job, served by threads of its own.
-
-    Args:
-        get_job: returns the job; called at each scrape.
-        host: the address to listen at.
-        port: its port.
-        token: the access token that a request must contain.
-
-    Raises:
-        OSError: the port is in use, or the address is not one of this node.
-    """
+    """The HTTP endpoint of a job, served by threads of its own."""
 
     def __init__(self, get_job: Callable[[], Job], host: str, port: int, token: str):
         fields = {"get_job": staticmethod(get_job), "token": token}

@@ -17,8 +17,6 @@ from keras_dist.monitor.sockets import SUFFIX, TOKEN_SUFFIX, directory, remove_d
 from keras_dist.monitor.token import fits, new_token
 from keras_dist.storage.ownership import write_private
 
-__all__ = ["Publication", "publish_at_port", "publish_at_socket"]
-
 PERIOD_SECONDS = 1.0
 CLOSE_SECONDS = 1.0  # some systems do not wake a thread in accept
 CLIENT_SECONDS = 10.0  # for a client that does not read, or sends no token
@@ -26,14 +24,7 @@ MAX_UNAUTHORIZED = 16  # connections without a token yet; further ones are close
 
 
 class Publication:
-    """Sends the job to every client, one line per second, in threads of its own.
-
-    Args:
-        listener: the socket that clients connect to.
-        get_job: returns the job; called in a thread for each client.
-        file: removed at the end.
-        token: sent first by clients. Defaults to `None`: none is required.
-    """
+    """Sends the job to every client, one line per second, in threads of its own."""
 
     def __init__(
         self,
@@ -105,12 +96,7 @@ def _read_line(connection: socket.socket, most: int) -> bytes:
 
 
 def publish_at_socket(get_job: Callable[[], Job]) -> Publication:
-    """Serves a job on a Unix socket to which only this user may connect.
-
-    Raises:
-        OSError: the socket cannot be created.
-        LaunchError: its directory is not private.
-    """
+    """Serves a job on a Unix socket to which only this user may connect."""
     remove_dead()
     path = _path(SUFFIX)
     begun = path.with_suffix(".begun")  # a socket without a listener would be removed by others
@@ -128,12 +114,7 @@ def publish_at_socket(get_job: Callable[[], Job]) -> Publication:
 
 
 def publish_at_port(get_job: Callable[[], Job], port: int) -> Publication:
-    """Serves a job on a loopback port; the token lies in a private file.
-
-    Raises:
-        OSError: the port is in use, or the file cannot be written.
-        LaunchError: the directory of the file is not private.
-    """
+    """Serves a job on a loopback port; the token lies in a private file."""
     token, path = new_token(), _path(TOKEN_SUFFIX)
     listener = socket.create_server(("127.0.0.1", port))
     try:

@@ -19,8 +19,6 @@ from keras_dist.monitor.gpu import Gpu, gpu_of
 if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
-__all__ = ["Report", "of_this_process", "of_this_rank", "take_sample"]
-
 WINDOW_SECONDS = 10.0  # over which rates are computed
 
 
@@ -29,24 +27,12 @@ class Report:
     """The report of a rank. `None` means unknown.
 
     Args:
-        rank: rank in the job.
-        host: host name.
-        pid: process id.
         time: when it was made, in seconds since 1970.
-        state: `"fit"`, `"evaluate within fit"`, `"after fit"` and the like, or `""`.
-        epoch: current epoch, from 1.
-        epochs: last epoch of the fit.
-        step: step of the epoch, from 1; number of updates where no callback counts steps.
-        steps: steps of the epoch.
-        done: steps since the start of the process.
         steps_per_second: over the last 10 seconds.
-        samples_per_second: of this rank; known from the second epoch of a fit.
         waiting: ratio of the last 10 seconds in which it waited for other ranks, 0 to 1.
         waited_seconds: seconds of waiting since the start of the process.
         waits_in: the collective in which it waits now, with seconds; or `""`.
-        logs: latest logs of Keras, by name.
         memory_nbytes: resident memory of the process.
-        gpu: its GPU.
     """
 
     rank: int
@@ -110,21 +96,13 @@ def take_sample() -> None:
 
 
 def of_this_process(rank: int) -> Report:
-    """Returns the report of a process that has not joined a job yet.
-
-    Args:
-        rank: rank in the job.
-    """
+    """Returns the report of a process that has not joined a job yet."""
     host, pid = os.uname().nodename, os.getpid()
     return Report(rank, host, pid, time.time(), memory_nbytes=_memory())
 
 
 def of_this_rank(comm: "Communicator | None" = None) -> Report:
-    """Returns the current report of this rank. Any thread may call it.
-
-    Args:
-        comm: the ranks of the job. Defaults to those of `keras_dist.init`.
-    """
+    """Returns the current report of this rank. Any thread may call it."""
     from keras_dist import _engine, _gpu, runtime
 
     comm = comm or runtime.communicator()

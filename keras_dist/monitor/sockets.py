@@ -36,21 +36,15 @@ def directory() -> Path:
     """Returns the directory of this user's sockets; creates it if needed.
 
     It lies in `XDG_RUNTIME_DIR`, or in `/tmp` without that.
-
-    Raises:
-        LaunchError: the directory belongs to another user, or others may write to it.
-        OSError: it cannot be created.
     """
     path = _candidates()[0]
     path.mkdir(mode=0o700, exist_ok=True)
     if not is_private_directory(path):
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist]",
-                f"{path} to be a private directory of this user",
-                describe(path),
-                "Remove it, or set XDG_RUNTIME_DIR to a directory of your own.",
-            )
+            "[keras_dist]",
+            f"{path} to be a private directory of this user",
+            describe(path),
+            "Remove it, or set XDG_RUNTIME_DIR to a directory of your own.",
         )
     return path
 
@@ -91,12 +85,7 @@ def is_of_this_node(path: Path) -> bool:
 
 
 def jobs_of(path: Path) -> Iterator[Job]:
-    """Yields the state of a job once per second, until the job ends.
-
-    Raises:
-        ConnectionRefusedError: there is no listener, because the root was killed.
-        OSError: the job does not answer, or closes the connection.
-    """
+    """Yields the state of a job once per second, until the job ends."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_SECONDS)
         connection.connect(str(path))
@@ -104,12 +93,7 @@ def jobs_of(path: Path) -> Iterator[Job]:
 
 
 def jobs_at(host: str, port: int, token: str) -> Iterator[Job]:
-    """Yields the state of a job that listens on a port, possibly through a tunnel; see `jobs_of`.
-
-    Raises:
-        ArgumentError: the server is not a job, or rejects the token.
-        OSError: there is no listener, or the server closes the connection.
-    """
+    """Yields the state of a job that listens on a port, perhaps through a tunnel; see `jobs_of`."""
     with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
         connection.sendall(f"{token}\n".encode())
         yield from _read(connection)
@@ -122,12 +106,10 @@ def _read(connection: socket.socket) -> Iterator[Job]:
                 yield Job.from_json(line)
             except ValueError:
                 raise errors.ArgumentError(
-                    errors.explain(
-                        "[keras-dist top]",
-                        "a job of keras_dist",
-                        repr(line[:80].strip()),
-                        "Check the address, and pass the token of that job.",
-                    )
+                    "[keras-dist top]",
+                    "a job of keras_dist",
+                    repr(line[:80].strip()),
+                    "Check the address, and pass the token of that job.",
                 ) from None
 
 

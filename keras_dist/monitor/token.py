@@ -14,8 +14,6 @@ from keras_dist import errors
 from keras_dist.storage.atomic_write import beside
 from keras_dist.storage.ownership import describe, write_private
 
-__all__ = ["fits", "new_token", "token_in"]
-
 MIN_LENGTH = 16
 MAX_NBYTES = 4096
 
@@ -26,12 +24,7 @@ def new_token() -> str:
 
 
 def token_in(path: Path) -> str:
-    """Returns the token in a file; creates the file if there is none.
-
-    Raises:
-        LaunchError: the file belongs to another user, others may read it, or it holds no token.
-        OSError: the file cannot be read or created.
-    """
+    """Returns the token in a file; creates the file if there is none."""
     if not os.path.lexists(path):
         with beside(path) as made, contextlib.suppress(FileExistsError):
             write_private(made, f"{new_token()}\n")
@@ -60,4 +53,4 @@ def _read(path: Path) -> str:
 
 def _no_token(expected: str, received: str) -> errors.LaunchError:
     remedy = "Remove the file, so that a new token is created, or name another file."
-    return errors.LaunchError(errors.explain("[keras_dist]", expected, received, remedy))
+    return errors.LaunchError("[keras_dist]", expected, received, remedy)

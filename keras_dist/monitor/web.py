@@ -14,8 +14,6 @@ from keras_dist.monitor.http import Handler, Server
 from keras_dist.monitor.job import Job
 from keras_dist.monitor.token import new_token
 
-__all__ = ["Page"]
-
 PAGE = Path(__file__).with_name("page.html")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -29,15 +27,7 @@ HEADERS = {
 
 
 class Page:
-    """The web server of the page, a context manager.
-
-    Args:
-        get_jobs: returns the jobs; called in any thread.
-        port: its port; 0 for any free port.
-
-    Raises:
-        LaunchError: the port is in use.
-    """
+    """The web server of the page, a context manager."""
 
     def __init__(self, get_jobs: Callable[[], Sequence[Job]], port: int):
         token = new_token()
@@ -46,12 +36,10 @@ class Page:
             self._server = Server(("127.0.0.1", port), type("_H", (_Handler,), fields))
         except (OSError, OverflowError) as error:
             raise errors.LaunchError(
-                errors.explain(
-                    "[keras-dist top]",
-                    "a free port for the page",
-                    f"{port}: {error}",
-                    "Choose another port, or omit --port for any free one.",
-                )
+                "[keras-dist top]",
+                "a free port for the page",
+                f"{port}: {error}",
+                "Choose another port, or omit --port for any free one.",
             ) from None
         self.url = f"http://127.0.0.1:{self._server.server_port}/?token={token}"
 

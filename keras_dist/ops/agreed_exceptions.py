@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from keras_dist import _engine, errors, runtime
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = ["raise_on_all"]
-
 # Raised on all ranks already.
 AGREED = (errors.MismatchError, errors.RankError, errors.RankLostError)
 

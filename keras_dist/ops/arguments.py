@@ -9,48 +9,27 @@ import numpy as np
 from keras_dist import _engine, _gpu, errors, runtime
 from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
 
-__all__ = [
-    "as_array",
-    "check_out",
-    "check_writeable",
-    "names_of",
-    "native",
-    "parse_factors",
-    "resolve_groups",
-    "resolve_op",
-]
-
 
 def as_array(value: Any) -> np.ndarray:
-    """Returns a value as an array in the byte order of this machine.
-
-    Raises:
-        ArgumentError: rows of the value have different lengths.
-        ArgumentTypeError: the value is symbolic, as in `tf.function` and `jax.jit`, or not in host
-            memory.
-    """
+    """Returns a value as an array in the byte order of this machine."""
     if isinstance(value, _gpu.DeviceArray):
         return cast(np.ndarray, value)  # the engine takes it where it is
     try:
         return native(np.asarray(value))
     except ValueError as error:
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                "a number or an array of one shape",
-                f"{type(value).__name__} ({error})",
-                "Pass rows of equal length.",
-            )
+            runtime.where(),
+            "a number or an array of one shape",
+            f"{type(value).__name__} ({error})",
+            "Pass rows of equal length.",
         ) from error
     except (NotImplementedError, TypeError) as error:
         raise errors.ArgumentTypeError(
-            errors.explain(
-                runtime.where(),
-                "a value that numpy can read",
-                f"{type(value).__name__} ({str(error).partition(chr(10))[0]})",
-                "In tf.function or jax.jit, and for tensors on a GPU, use the functions of "
-                "keras_dist.tensorflow, keras_dist.jax or keras_dist.torch.",
-            )
+            runtime.where(),
+            "a value that numpy can read",
+            f"{type(value).__name__} ({str(error).partition(chr(10))[0]})",
+            "In tf.function or jax.jit, and for tensors on a GPU, use the functions of "
+            "keras_dist.tensorflow, keras_dist.jax or keras_dist.torch.",
         ) from error
 
 
@@ -77,70 +56,42 @@ def parse_factors(prescale: float, postscale: float) -> tuple[float, float]:
 
 
 def check_writeable(variable: Any, name: str) -> None:
-    """Checks that a collective can write into a value.
-
-    Args:
-        variable: the value.
-        name: its name in messages.
-
-    Raises:
-        ArgumentError: the value is a read-only array.
-        ArgumentTypeError: the value is not a numpy array of numbers.
-    """
+    """Checks that a collective can write into a value."""
     where = runtime.where()
     if not isinstance(variable, np.ndarray) or variable.dtype.hasobject:
         kind = getattr(variable, "dtype", None) or type(variable).__name__
         remedy = "Use keras_dist.broadcast, which returns a new array."
         raise errors.ArgumentTypeError(
-            errors.explain(where, f"{name} to be a numpy array of numbers", str(kind), remedy)
+            where, f"{name} to be a numpy array of numbers", str(kind), remedy
         )
     if not variable.flags.writeable:
         expected, received = f"{name} to be writeable", "a read-only array"
-        raise errors.ArgumentError(
-            errors.explain(where, expected, received, "Pass a writeable copy.")
-        )
+        raise errors.ArgumentError(where, expected, received, "Pass a writeable copy.")
 
 
 def check_out(out: Any, array: np.ndarray) -> None:
-    """Checks that the result for an array can be written into another.
-
-    Raises:
-        ArgumentError: `out` is read-only, or has another shape or dtype.
-        ArgumentTypeError: `out` is not a numpy array of numbers.
-    """
+    """Checks that the result for an array can be written into another."""
     check_writeable(out, "out")
     dtypes = {out.dtype.newbyteorder("="), array.dtype.newbyteorder("=")}
     if out.shape != array.shape or len(dtypes) > 1:
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"out to have the shape {array.shape} and dtype {array.dtype} of the value",
-                f"shape {out.shape}, dtype {out.dtype}",
-                "Pass numpy.empty_like(value), or omit out.",
-            )
+            runtime.where(),
+            f"out to have the shape {array.shape} and dtype {array.dtype} of the value",
+            f"shape {out.shape}, dtype {out.dtype}",
+            "Pass numpy.empty_like(value), or omit out.",
         )
 
 
 def resolve_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | str:
-    """Returns the reduction that `op` or the deprecated `average` selects.
-
-    Args:
-        op: the reduction; `None` for the default, `Average`.
-        average: `True` for `Average`, `False` for `Sum`; `None` if it is not given.
-
-    Raises:
-        ArgumentError: both are given.
-    """
+    """Returns the reduction that `op` or the deprecated `average` selects."""
     if average is None:
         return Average if op is None else op
     if op is not None:
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                "either op or average",
-                f"op={op} and average={average}",
-                "Omit average.",
-            )
+            runtime.where(),
+            "either op or average",
+            f"op={op} and average={average}",
+            "Omit average.",
         )
     chosen = Average if average else Sum
     warnings.warn(

@@ -34,22 +34,6 @@ from typing import Any, ParamSpec
 from keras_dist import _engine, errors, ops, runtime
 from keras_dist.ops.descriptions import queued_docstring
 
-__all__ = [
-    "Handle",
-    "allgather_async",
-    "allreduce_async",
-    "alltoall_async",
-    "broadcast_async",
-    "grouped_allgather_async",
-    "grouped_allreduce_async",
-    "grouped_reducescatter_async",
-    "poll",
-    "queued",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-    "synchronize",
-]
-
 Handle = _engine.Handle
 P = ParamSpec("P")
 
@@ -92,12 +76,7 @@ def synchronize(handle: Handle) -> Any:
 
 
 def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, Handle]:
-    """Returns the queued form of a collective.
-
-    Args:
-        operation: a blocking collective.
-        name: name of the queued form. Defaults to the name of the operation with `_async`.
-    """
+    """Returns the queued form of a collective."""
     what, signature = operation.__name__, inspect.signature(operation)
 
     @functools.wraps(operation)
@@ -122,12 +101,10 @@ def _checked(handle: Any) -> Handle:
     if isinstance(handle, Handle):
         return handle
     raise errors.ArgumentTypeError(
-        errors.explain(
-            runtime.where(),
-            "a handle, as keras_dist.allreduce_async returns",
-            type(handle).__name__,
-            "Results of blocking operations need no synchronize.",
-        )
+        runtime.where(),
+        "a handle, as keras_dist.allreduce_async returns",
+        type(handle).__name__,
+        "Results of blocking operations need no synchronize.",
     )
 
 

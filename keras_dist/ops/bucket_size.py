@@ -4,8 +4,6 @@ import logging
 
 from keras_dist import _engine, config
 
-__all__ = ["bucket_nbytes"]
-
 _log = logging.getLogger("keras_dist")
 
 USUAL_BUCKET_NBYTES = 25 * 2**20
@@ -27,15 +25,7 @@ def bucket_nbytes(
     through the host: the ranks measure once, unless `KERAS_DIST_BUCKET_NBYTES` is set.
 
     Args:
-        comm: communicator of the ranks.
-        gradients: signature of the gradients of an optimizer. Defaults to `None`: values that are
-            reduced occasionally, for which nothing is measured.
         nbytes: size of the gradients in bytes.
-        overlaps: whether the reduction overlaps with backpropagation.
-        by_nccl: whether NCCL reduces them. Without overlap they are all in one bucket then.
-
-    Raises:
-        MismatchError: the gradients of the ranks differ.
     """
     chosen = config.settings().bucket_nbytes
     if by_nccl and not chosen:

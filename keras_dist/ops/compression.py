@@ -2,7 +2,5 @@
 
 from keras_dist import _engine
 
-__all__ = ["Compression", "Compressor"]
-
 Compression = _engine.Compression
 Compressor = _engine.Compressor

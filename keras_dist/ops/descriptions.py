@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["compose", "described_by", "queued_docstring"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Arguments of Horovod's functions.
@@ -25,9 +23,6 @@ def described_by(operation: Callable[..., Any]) -> Callable[[F], F]:
 
     The function's own docstring holds what differs: paragraphs to add, and entries of sections
     that replace those of the operation.
-
-    Args:
-        operation: the function that has the full docstring.
     """
 
     def describe(function: F) -> F:
@@ -41,15 +36,7 @@ def described_by(operation: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def compose(inherited: str, own: str, parameters: Sequence[str], package: str) -> str:
-    """Returns the docstring of a function of a framework package.
-
-    Args:
-        inherited: docstring of the operation.
-        own: what the function adds and replaces: paragraphs, `Args`, `Returns`, `Raises`, and the
-            only `Example`, as that of the operation has its names.
-        parameters: names of the function's parameters, in their order.
-        package: `tensorflow`, `torch` or `jax`.
-    """
+    """Returns the docstring of a function of a framework package."""
     base, added = _parse(inherited), _parse(own)
     arguments = _entries(base.get("Args", ""))
     renamed = (next(iter(arguments), ""), next(iter(parameters), ""))
@@ -71,11 +58,7 @@ def compose(inherited: str, own: str, parameters: Sequence[str], package: str) -
 
 
 def queued_docstring(operation: str) -> str:
-    """Returns the docstring of the queued form of an operation.
-
-    Args:
-        operation: name of the operation.
-    """
+    """Returns the docstring of the queued form of an operation."""
     return f"""Queues `{operation}` and returns a handle without blocking.
 
 Collective: every rank, in the same order or with a `name`.

@@ -10,15 +10,6 @@ from keras_dist.ops.arguments import as_array, check_writeable, names_of
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = [
-    "allgather",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "grouped_allgather",
-]
-
 
 @raises_on_all
 def allgather(

@@ -10,19 +10,13 @@ from keras_dist import _engine, config
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.reduction_options import ReductionOptions
 
-__all__ = ["SAME_MODEL", "GradientPlans", "overlaps"]
-
 # The first bucket is small: its reduction starts when the first gradients are ready.
 FIRST_NBYTES = 2**20
 SAME_MODEL = "Build the same model, with the same optimizer, on every rank."
 
 
 class GradientPlans:
-    """A cache of the plans for the gradients of an optimizer.
-
-    Args:
-        options: the options of the reduction.
-    """
+    """A cache of the plans for the gradients of an optimizer."""
 
     def __init__(self, options: ReductionOptions):
         self._options = options
@@ -42,14 +36,9 @@ class GradientPlans:
         Collective at the first call for the same gradients, as `bucket_nbytes` is.
 
         Args:
-            comm: communicator of the ranks.
-            names: names of the gradients in messages.
             specs: shape and dtype of each gradient.
-            groups: indices of the gradients that are reduced together.
             brought: which gradients these are; ranks that differ in it may adapt. Defaults to
                 `None`: the ranks compare shapes and dtypes.
-            at_once: whether all gradients are there before the first bucket is reduced. Defaults
-                to `False`: a bucket is reduced while others are computed.
         """
         # Ranks that have joined have no plans yet, and all must make one together.
         ranks = comm, comm.faults.joins
@@ -99,9 +88,6 @@ def overlaps(comm: _engine.Communicator) -> bool:
 
     `auto` overlaps if ranks use a network or have a spare core. On a single core, reduction and
     computation compete, which costs a few per cent of the speed.
-
-    Args:
-        comm: communicator of the ranks; the answer is equal on all of them.
     """
     chosen = config.settings().overlap
     if chosen == "auto":

@@ -2,8 +2,6 @@
 
 from keras_dist import _engine, runtime
 
-__all__ = ["join"]
-
 
 def join() -> int:
     """Takes part in the reductions of the other ranks until all ranks have joined.

@@ -9,11 +9,6 @@ from keras_dist.ops.arguments import native
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-]
-
 
 @raises_on_all
 def broadcast_object(

@@ -12,8 +12,6 @@ import numpy as np
 from keras_dist import _backends, _engine, runtime
 from keras_dist.ops.arguments import as_array
 
-__all__ = ["recv", "send"]
-
 
 def send(value: Any, destination: int, name: str | None = None) -> Any:
     """Sends a value to another rank, which calls `recv`; blocks until the value has arrived.

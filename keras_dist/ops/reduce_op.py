@@ -2,8 +2,6 @@
 
 from keras_dist import _engine
 
-__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
-
 ReduceOp = _engine.ReduceOp
 
 Adasum = ReduceOp.ADASUM

@@ -10,21 +10,10 @@ from keras_dist import _engine, errors, ops, runtime
 from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = ["Reduction"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """The arguments of an `allreduce` or a `reducescatter`.
-
-    Args:
-        op: the reduction, or its name.
-        name: operation name, or `None`.
-        prescale_factor: factor before the reduction.
-        postscale_factor: factor after the reduction.
-        process_set: the ranks that take part.
-        compression: wire format of an `allreduce`.
-    """
+    """The arguments of an `allreduce` or a `reducescatter`."""
 
     op: ReduceOp | str
     name: str | None
@@ -78,27 +67,17 @@ class Reduction:
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether the reduction is linear: `Average` or `Sum`.
-
-        Raises:
-            ArgumentError: `op` is unknown.
-        """
+        """Whether the reduction is linear: `Average` or `Sum`."""
         return _engine.parse_op(self.op, runtime.where()) in (Average, Sum)
 
     def check_differentiable(self) -> None:
-        """Checks that the reduction has a gradient.
-
-        Raises:
-            ArgumentError: it has no gradient.
-        """
+        """Checks that the reduction has a gradient."""
         if not self.is_differentiable:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "op to be Average or Sum in an allreduce that is differentiated",
-                    str(self.op),
-                    "Detach the tensor (tf.stop_gradient in TensorFlow) if it needs no gradient.",
-                )
+                runtime.where(),
+                "op to be Average or Sum in an allreduce that is differentiated",
+                str(self.op),
+                "Detach the tensor (tf.stop_gradient in TensorFlow) if it needs no gradient.",
             )
 
     @property

@@ -10,39 +10,13 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = [
-    "Groups",
-    "ReductionOptions",
-    "is_variable",
-    "parse_groups",
-    "parse_layers",
-    "parse_passes",
-    "parse_predivide",
-    "parse_reduction_options",
-]
-
 #: a number of groups of equal length, or the variables of each group
 Groups = int | tuple[tuple[Any, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReductionOptions:
-    """Options of the gradient reduction of one optimizer.
-
-    Args:
-        op: `ReduceOp.AVERAGE`, `ReduceOp.SUM` or `ReduceOp.ADASUM`.
-        process_set: the ranks that reduce; `None` for all.
-        sets: the ranks of that set and of the sets that were made together with it.
-        compression: wire format of gradients.
-        predivide: divisor of an average before the sum; the rest is divided after it.
-        sparse_as_dense: whether sparse gradients of embeddings are converted to dense ones.
-        groups: gradients that share a message; `()` groups them by size.
-        passes: number of backward passes per step.
-        averages: whether gradients of several passes are averaged instead of summed.
-        scale_local: whether gradients of local variables are divided by the number of ranks.
-        shard_state: whether each rank keeps a slice of the state of the optimizer.
-        shard_gradients: whether each rank keeps a slice of the reduced gradients.
-    """
+    """Options of the gradient reduction of one optimizer."""
 
     op: _engine.ReduceOp = _engine.ReduceOp.AVERAGE
     process_set: ProcessSet | None = None
@@ -81,11 +55,7 @@ class ReductionOptions:
         return runtime.communicator(self.process_set)
 
     def scaling(self, size: int) -> tuple[_engine.ReduceOp, float, float]:
-        """Returns the op to run, and the factors before and after it.
-
-        Args:
-            size: the number of ranks that reduce.
-        """
+        """Returns the op to run, and the factors before and after it."""
         if self.predivide == 1:
             return self.op, 1.0, 1.0
         return _engine.ReduceOp.SUM, 1 / self.predivide, self.predivide / size
@@ -114,12 +84,7 @@ def parse_reduction_options(
     shard_state: bool = False,
     shard_gradients: bool = False,
 ) -> ReductionOptions:
-    """Returns the options that arguments of `keras_dist.DistributedOptimizer` select.
-
-    Raises:
-        ArgumentTypeError: as in `DistributedOptimizer`.
-        ArgumentError: as in `DistributedOptimizer`.
-    """
+    """Returns the options that arguments of `keras_dist.DistributedOptimizer` select."""
     where = runtime.where()
     parsed = _parse_op(op, average_aggregated_gradients, where)
     predivide = parse_predivide(gradient_predivide_factor, parsed, where)
@@ -146,41 +111,26 @@ def parse_reduction_options(
 
 
 def parse_passes(passes: Any, where: str) -> int:
-    """Returns the number of backward passes per step.
-
-    Raises:
-        ArgumentTypeError: `passes` is not an integer.
-        ArgumentError: `passes` is less than 1.
-    """
+    """Returns the number of backward passes per step."""
     expected, remedy = "backward_passes_per_step to be 1 or more", "1 makes a step of each pass."
     return _positive(passes, expected, remedy, where)
 
 
 def parse_predivide(factor: Any, op: _engine.ReduceOp, where: str) -> float:
-    """Returns `gradient_predivide_factor`, checked.
-
-    Raises:
-        ArgumentTypeError: `factor` is not a real number.
-        ArgumentError: `factor` is not finite or not positive, or `op` is not an average.
-    """
+    """Returns `gradient_predivide_factor`, checked."""
     parsed = _engine.parse_factor(factor, "gradient_predivide_factor", where)
     if parsed <= 0:
         expected, remedy = "gradient_predivide_factor to be above 0", "1.0 changes nothing."
-        raise errors.ArgumentError(errors.explain(where, expected, repr(factor), remedy))
+        raise errors.ArgumentError(where, expected, repr(factor), remedy)
     if parsed != 1 and op is not _engine.ReduceOp.AVERAGE:
         expected = "op to be Average with a gradient_predivide_factor"
         remedy = "Omit the factor: only the division of an average can be split."
-        raise errors.ArgumentError(errors.explain(where, expected, op.value, remedy))
+        raise errors.ArgumentError(where, expected, op.value, remedy)
     return parsed
 
 
 def parse_groups(groups: Any, where: str) -> Groups:
-    """Returns the groups of gradients, `()` for `None`.
-
-    Raises:
-        ArgumentTypeError: `groups` is neither an integer nor lists of variables.
-        ArgumentError: a number is less than 1, or a variable is in two groups.
-    """
+    """Returns the groups of gradients, `()` for `None`."""
     expected = "groups to be a number of groups, 1 or more, or lists of variables"
     remedy = "Pass for example groups=2, or [layer.trainable_variables for layer in layers]."
     if groups is None:
@@ -192,21 +142,17 @@ def parse_groups(groups: Any, where: str) -> Groups:
     wrong = [groups] if not lists else [v for v in variables if not is_variable(v)]
     if wrong:
         received = f"{wrong[0]!r} of type {type(wrong[0]).__name__}"
-        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+        raise errors.ArgumentTypeError(where, expected, received, remedy)
     if len({id(variable) for variable in variables}) < len(variables):
         expected = "each variable once in groups"
         received = f"a variable twice among {len(variables)}"
         remedy = "Remove the duplicates."
-        raise errors.ArgumentError(errors.explain(where, expected, received, remedy))
+        raise errors.ArgumentError(where, expected, received, remedy)
     return tuple(tuple(group) for group in groups)
 
 
 def parse_layers(layers: Any) -> tuple[Any, ...]:
-    """Returns the layers of `local_layers`: a Keras layer or a collection of layers.
-
-    Raises:
-        ArgumentTypeError: `layers` holds another object.
-    """
+    """Returns the layers of `local_layers`: a Keras layer or a collection of layers."""
     import keras  # only here: torch scripts do not import Keras
 
     if layers is None:
@@ -216,12 +162,10 @@ def parse_layers(layers: Any) -> tuple[Any, ...]:
     wrong = [layer for layer in parsed if not isinstance(layer, keras.Layer)]
     if wrong:
         raise errors.ArgumentTypeError(
-            errors.explain(
-                runtime.where(),
-                "local_layers to be a Keras layer or a list of layers",
-                f"{wrong[0]!r} of type {type(wrong[0]).__name__}",
-                "Pass for example local_layers=[model.layers[0]].",
-            )
+            runtime.where(),
+            "local_layers to be a Keras layer or a list of layers",
+            f"{wrong[0]!r} of type {type(wrong[0]).__name__}",
+            "Pass for example local_layers=[model.layers[0]].",
         )
     return parsed
 
@@ -231,21 +175,17 @@ def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
     parsed = _engine.parse_op(op, where)
     if parsed not in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.SUM, _engine.ReduceOp.ADASUM):
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "op to be Average, Sum or Adasum for gradients",
-                parsed.value,
-                "Use Average.",
-            )
+            where,
+            "op to be Average, Sum or Adasum for gradients",
+            parsed.value,
+            "Use Average.",
         )
     if parsed is _engine.ReduceOp.ADASUM and averages:
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "op to be Average or Sum with average_aggregated_gradients",
-                parsed.value,
-                "Omit average_aggregated_gradients.",
-            )
+            where,
+            "op to be Average or Sum with average_aggregated_gradients",
+            parsed.value,
+            "Omit average_aggregated_gradients.",
         )
     return parsed
 
@@ -253,9 +193,9 @@ def _parse_op(op: Any, averages: bool, where: str) -> _engine.ReduceOp:
 def _positive(number: Any, expected: str, remedy: str, where: str) -> int:
     if not isinstance(number, numbers.Integral) or isinstance(number, bool):
         received = f"{number!r} of type {type(number).__name__}"
-        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+        raise errors.ArgumentTypeError(where, expected, received, remedy)
     if number < 1:
-        raise errors.ArgumentError(errors.explain(where, expected, repr(number), remedy))
+        raise errors.ArgumentError(where, expected, repr(number), remedy)
     return int(number)
 
 

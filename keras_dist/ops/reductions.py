@@ -13,14 +13,6 @@ from keras_dist.ops.reduce_op import ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = [
-    "allreduce",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "reducescatter",
-    "sparse_allreduce",
-]
-
 _Request = tuple[list[np.ndarray], Sequence[str], _engine.OpOptions]
 
 

@@ -12,8 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from keras_dist import _engine, errors, runtime
 
-__all__ = ["raises_on_all"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,10 +21,6 @@ def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
 
     Collective: as the operation. A rank whose arguments are invalid waits for the other ranks;
     they raise its error, and it raises the original exception.
-
-    Args:
-        operation: a function with one rendezvous or more. Its arguments `name` and `process_set`,
-            if any, select the rendezvous.
     """
     count = _engine.collectives.rendezvous_count
 

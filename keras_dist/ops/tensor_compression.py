@@ -9,8 +9,6 @@ from typing import Any
 from keras_dist.ops.compression import Compression as Wires
 from keras_dist.ops.compression import Compressor as Wire
 
-__all__ = ["Compressor", "NoCompression", "compressed", "decompressed", "is_custom", "wire_of"]
-
 
 class Compressor:
     """Base class of custom compressions, as in Horovod: tensors to other tensors and back.

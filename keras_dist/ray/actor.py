@@ -10,8 +10,6 @@ from keras_dist.launch.interactive.exchange import Failure, Value
 from keras_dist.launch.interactive.rank import as_failure, as_value
 from keras_dist.launch.world.member import Member, join_world
 
-__all__ = ["Rank"]
-
 
 class Rank:
     """The actor of a rank. Its calls return outcomes, so that errors keep their tracebacks."""

@@ -13,8 +13,6 @@ from keras_dist.launch.world import WorldServer
 from keras_dist.launch.world.gathering import END_SECONDS, Outcome, gather, lost
 from keras_dist.ray.actor import Rank
 
-__all__ = ["RayExecutor", "Settings"]
-
 WHERE = "[keras_dist.ray.RayExecutor]"
 
 
@@ -68,9 +66,7 @@ class RayExecutor:
     ):
         if num_workers < 1:
             raise errors.ArgumentError(
-                errors.explain(
-                    WHERE, "num_workers to be 1 or more", repr(num_workers), "Pass num_workers=2."
-                )
+                WHERE, "num_workers to be 1 or more", repr(num_workers), "Pass num_workers=2."
             )
         self._settings = Settings() if settings is None else settings
         gpus = {"GPU": gpus_per_worker or 1} if use_gpu else {}
@@ -122,12 +118,10 @@ class RayExecutor:
         self._group = placement_group(self._bundles)
         if not self._group.wait(limit):
             raise errors.LaunchError(
-                errors.explain(
-                    WHERE,
-                    f"{len(self._bundles)} workers with {self._bundles[0]} within {limit:g} s",
-                    f"{ray.available_resources()} free",
-                    "Start fewer ranks, or more nodes.",
-                )
+                WHERE,
+                f"{len(self._bundles)} workers with {self._bundles[0]} within {limit:g} s",
+                f"{ray.available_resources()} free",
+                "Start fewer ranks, or more nodes.",
             )
 
     def _spawn(self, variables: dict[str, str]) -> list[Any]:
@@ -148,12 +142,10 @@ class RayExecutor:
             nodes = ray.get([each.node.remote() for each in actors], timeout=limit)
         except ray.exceptions.GetTimeoutError as error:
             raise errors.LaunchError(
-                errors.explain(
-                    WHERE,
-                    f"{len(actors)} actors to answer within {limit:g} s",
-                    str(error),
-                    "Look at the logs of Ray, or pass a longer timeout_s.",
-                )
+                WHERE,
+                f"{len(actors)} actors to answer within {limit:g} s",
+                str(error),
+                "Look at the logs of Ray, or pass a longer timeout_s.",
             ) from error
         by_node = sorted(zip(nodes, actors, strict=True), key=lambda pair: pair[0])
         return [each for _, each in by_node]
@@ -217,7 +209,7 @@ class RayExecutor:
         """Sends a call to the actors of ranks, by default of all, and returns their values."""
         if not self._ranks:
             raise errors.LaunchError(
-                errors.explain(WHERE, "a call of start before", "no ranks", "Call start first.")
+                WHERE, "a call of start before", "no ranks", "Call start first."
             )
         if self._server.failure is not None:
             raise errors.RankError(f"{WHERE} {self._server.failure} Call start again.")

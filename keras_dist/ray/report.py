@@ -10,8 +10,6 @@ import ray.train
 from keras_dist import runtime
 from keras_dist.callbacks.callback_list import ListMember
 
-__all__ = ["ReportCallback"]
-
 
 class ReportCallback(ListMember, keras.callbacks.Callback):
     """Reports the metrics of each epoch to Ray Train, and files of callbacks as its checkpoint.

@@ -13,8 +13,6 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from keras_dist import _engine, runtime
 from keras_dist.launch.world import WorldServer, join_world
 
-__all__ = ["KerasConfig", "KerasTrainer"]
-
 _world: dict[str, Any] = {}  # in a worker: the arguments of `join_world`
 
 

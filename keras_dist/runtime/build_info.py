@@ -5,19 +5,6 @@ Horovod links libraries when it is built; keras_dist looks for an MPI library wh
 
 from keras_dist import _engine, _gpu, errors, runtime
 
-__all__ = [
-    "ccl_built",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-]
-
 
 def mpi_built() -> bool:
     """Returns whether an MPI library was found."""
@@ -39,12 +26,10 @@ def mpi_threads_supported() -> bool:
     if mpi is not None:
         return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
     raise errors.ArgumentError(
-        errors.explain(
-            "[keras_dist]",
-            "keras_dist to be initialized, with MPI",
-            "no initialized MPI",
-            "Call keras_dist.init() first; install an MPI library if there is none.",
-        )
+        "[keras_dist]",
+        "keras_dist to be initialized, with MPI",
+        "no initialized MPI",
+        "Call keras_dist.init() first; install an MPI library if there is none.",
     )
 
 

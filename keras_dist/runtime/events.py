@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
-__all__ = ["JOB_ENDING", "JOB_JOINED", "JOB_STARTED", "publish", "subscribe"]
-
 JOB_JOINED = "job joined"  # the ranks are connected; an error makes `init` fail
 JOB_STARTED = "job started"  # `init` has succeeded
 JOB_ENDING = "job ending"  # `shutdown`, or the end of the script; all ranks are still connected
@@ -20,21 +18,11 @@ _handlers: defaultdict[str, list[Callable[["Communicator"], None]]] = defaultdic
 
 
 def subscribe(event: str, handler: "Callable[[Communicator], None]") -> None:
-    """Registers a handler for an event.
-
-    Args:
-        event: one of the events of this module.
-        handler: called with the communicator of all ranks.
-    """
+    """Registers a handler for an event."""
     _handlers[event].append(handler)
 
 
 def publish(event: str, comm: "Communicator") -> None:
-    """Calls the handlers of an event. Collective: every rank; blocks.
-
-    Args:
-        event: one of the events of this module.
-        comm: the communicator of all ranks.
-    """
+    """Calls the handlers of an event. Collective: every rank; blocks."""
     for handler in _handlers[event]:
         handler(comm)

@@ -23,8 +23,6 @@ from keras_dist.runtime import events, launch_environment
 if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
-__all__ = ["PREEMPTED_EXIT_CODE", "install", "register_job"]
-
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: the state was saved, a restart may resume
 
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as shells report it
@@ -44,13 +42,7 @@ COLLECTIVE_ERRORS = errors.MismatchError | errors.CallbackError | errors.Checkpo
 def register_job(
     communicators: "Callable[[], list[Communicator]]", detach: Callable[[str], None]
 ) -> None:
-    """Registers the job that the hooks end, and installs the hooks.
-
-    Args:
-        communicators: returns the communicators of the job, that of all ranks first; an empty
-            list if this process is in no job.
-        detach: detaches this process from the job; called with the reason, for messages.
-    """
+    """Registers the job that the hooks end, and installs the hooks."""
     global _communicators, _detach
     _communicators, _detach = communicators, detach
     install()

@@ -20,21 +20,6 @@ from keras_dist import _engine, config, errors
 from keras_dist.runtime import events, exit_hooks, job, replacement, script_ranks, startup
 from keras_dist.runtime.job_directory import JobDirectory, is_running
 
-__all__ = [
-    "accept",
-    "announce",
-    "connect",
-    "difference",
-    "facts",
-    "is_asked",
-    "is_waiting",
-    "refuse",
-    "replace",
-    "requests",
-    "size_at_start",
-    "takes_joiners",
-]
-
 LIMIT_SECONDS = 60.0  # for the ranks to connect once all have agreed to
 
 _log = logging.getLogger("keras_dist")
@@ -46,21 +31,15 @@ def takes_joiners() -> bool:
 
 
 def announce() -> None:
-    """Announces the job in its directory until it ends. Collective: every rank; blocks.
-
-    Raises:
-        ArgumentError: the job has process sets or a timeline, which ranks that join do not know.
-    """
+    """Announces the job in its directory until it ends. Collective: every rank; blocks."""
     comm = job.communicator()
     _engine.check_admits(comm)
     if config.settings().timeline:
         raise errors.ArgumentError(
-            errors.explain(
-                comm.where(),
-                "no timeline where ranks may join",
-                f"KERAS_DIST_TIMELINE={config.settings().timeline}",
-                "Unset KERAS_DIST_TIMELINE or KERAS_DIST_JOIN_DIRECTORY.",
-            )
+            comm.where(),
+            "no timeline where ranks may join",
+            f"KERAS_DIST_TIMELINE={config.settings().timeline}",
+            "Unset KERAS_DIST_TIMELINE or KERAS_DIST_JOIN_DIRECTORY.",
         )
     hosts = _engine.collectives.allgather_object(comm, os.uname().nodename, operation="the hosts")
     if comm.rank == 0:
@@ -135,13 +114,7 @@ def is_waiting() -> bool:
 
 
 def accept(names: Sequence[str], spawned: bool, shared: Any) -> None:
-    """Lets processes join. Collective: every rank of the job so far; blocks.
-
-    Args:
-        names: ids of their requests, in the order of their ranks; the same on all ranks.
-        spawned: whether it is the one that MPI has spawned, see `replacement`.
-        shared: what they need to know; that of the root counts.
-    """
+    """Lets processes join. Collective: every rank of the job so far; blocks."""
     comm = job.communicator()
     world, before = comm.world, comm.size
     with _limited():
@@ -166,18 +139,7 @@ def accept(names: Sequence[str], spawned: bool, shared: Any) -> None:
 
 
 def connect(about: dict[str, Any]) -> Any:
-    """Joins the job. Collective with `accept` on the ranks of the job; blocks.
-
-    Args:
-        about: facts by which the root decides whether this process may join.
-
-    Returns:
-        What the ranks of the job share.
-
-    Raises:
-        LaunchError: the job has ended, does not accept this process, or has given no sign for
-            `KERAS_DIST_STALL_ABORT_SECONDS`.
-    """
+    """Joins the job. Collective with `accept` on the ranks of the job; blocks."""
     comm, directory = job.communicator(), _directory()
     spawned = replacement.is_spawned()
     asks = {**_this_process(), "alike": facts(), "spawned": spawned, **about}
@@ -248,12 +210,10 @@ def _limited() -> Iterator[None]:
 
 def _cannot_join(reason: str) -> errors.LaunchError:
     return errors.LaunchError(
-        errors.explain(
-            "[keras-dist join]",
-            f"a running job in {config.settings().join_directory} that accepts this process",
-            reason,
-            "Start the same script with the same arguments while the job trains.",
-        )
+        "[keras-dist join]",
+        f"a running job in {config.settings().join_directory} that accepts this process",
+        reason,
+        "Start the same script with the same arguments while the job trains.",
     )
 
 

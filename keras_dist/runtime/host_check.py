@@ -11,8 +11,6 @@ import numpy as np
 from keras_dist import _backends, _engine, errors
 from keras_dist._version import __version__
 
-__all__ = ["compare_hosts", "versions"]
-
 CLOCK_SECONDS = 60  # by which clocks may differ without a warning
 
 _log = logging.getLogger("keras_dist")
@@ -22,14 +20,6 @@ def compare_hosts(mpi: Any, comm: Any) -> None:
     """Compares versions and clocks of the ranks. Collective: every rank; blocks.
 
     Uses MPI alone: the messages of another version of keras_dist may have another form.
-
-    Args:
-        mpi: mpi4py's `MPI` module.
-        comm: MPI communicator of the ranks.
-
-    Raises:
-        MismatchError: the versions of Python, keras_dist, MPI, numpy, Keras or a backend differ;
-            raised on every rank.
     """
     found = versions(mpi)
     comm.Barrier()  # so that all ranks read their clocks at the same time
@@ -51,13 +41,10 @@ def _check_versions(
     ]
     if names:
         raise errors.MismatchError(
-            errors.explain(
-                where,
-                f"{_listed(expected, names)} as on rank 0 (on {first_host})",
-                f"{_listed(received, names)} (on {host})",
-                "Install the same versions on every host, or share one environment between the "
-                "hosts.",
-            )
+            where,
+            f"{_listed(expected, names)} as on rank 0 (on {first_host})",
+            f"{_listed(received, names)} (on {host})",
+            "Install the same versions on every host, or share one environment between the hosts.",
         )
 
 

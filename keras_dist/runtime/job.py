@@ -23,36 +23,6 @@ from keras_dist.runtime.process_sets import (
     without_id,
 )
 
-__all__ = [
-    "add_process_set",
-    "can_survive_rank_loss",
-    "communicator",
-    "communicators",
-    "cross_rank",
-    "cross_size",
-    "detach",
-    "find_process_set",
-    "includes_me",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join_as",
-    "joins_as",
-    "local_rank",
-    "local_size",
-    "may_change_ranks",
-    "notify",
-    "rank",
-    "ranks_by_id",
-    "ranks_of",
-    "remove_process_set",
-    "renumber",
-    "shutdown",
-    "size",
-    "survive_rank_loss",
-    "where",
-]
-
 _log = logging.getLogger("keras_dist")
 _sets: ProcessSetTable | None = None  # with the communicator of all ranks
 _detached: str | None = None  # why this process is not a rank any more
@@ -109,13 +79,11 @@ def init(
         return
     if _detached is not None:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist]",
-                "the process that has called keras_dist.init, before the end of its script",
-                _detached,
-                "Use keras_dist in that process only, and pass its workers what they need, such "
-                "as the rank, as arguments.",
-            )
+            "[keras_dist]",
+            "the process that has called keras_dist.init, before the end of its script",
+            _detached,
+            "Use keras_dist in that process only, and pass its workers what they need, such "
+            "as the rank, as arguments.",
         )
     _watch_forks()
     if config.settings().joins:
@@ -176,9 +144,6 @@ def detach(reason: str) -> None:
     """Detaches this process from the job without notifying the other ranks.
 
     Any later use of keras_dist is a `LaunchError`.
-
-    Args:
-        reason: what the process is now, for that error's message.
     """
     global _sets, _detached
     _sets, _detached = None, reason
@@ -235,15 +200,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def communicator(process_set: ProcessSet | None = None) -> _engine.Communicator:
-    """Returns the communicator of a process set; initializes keras_dist if needed.
-
-    Args:
-        process_set: the process set. Defaults to all ranks.
-
-    Raises:
-        ArgumentTypeError: `process_set` is not a `ProcessSet`.
-        ArgumentError: the set has no id, or this rank is not in it.
-    """
+    """Returns the communicator of a process set; initializes keras_dist if needed."""
     sets = _process_sets()
     if process_set is None or process_set is global_process_set:
         return sets.job
@@ -257,12 +214,7 @@ def communicators() -> list[_engine.Communicator]:
 
 
 def includes_me(process_set: ProcessSet | None) -> bool:
-    """Returns whether this rank is in a process set; `None` stands for all ranks.
-
-    Raises:
-        ArgumentTypeError: `process_set` is not a `ProcessSet`.
-        ArgumentError: the set has no id.
-    """
+    """Returns whether this rank is in a process set; `None` stands for all ranks."""
     return process_set is None or _process_sets().includes_me(process_set)
 
 
@@ -274,11 +226,7 @@ def ranks_of(process_set: ProcessSet | None) -> tuple[Ranks, ...]:
 
 
 def ranks_by_id(process_set_id: int) -> Ranks:
-    """Returns the ranks of the process set with an id; id 0 is all ranks.
-
-    Raises:
-        ArgumentError: no set has this id.
-    """
+    """Returns the ranks of the process set with an id; id 0 is all ranks."""
     return _process_sets().ranks_by_id(process_set_id)
 
 
@@ -301,9 +249,6 @@ def survive_rank_loss() -> None:
     """Makes this rank continue when others die; if MPI does not allow it, rank 0 logs a warning.
 
     Collective: every rank of the job; blocks if MPI allows it.
-
-    Raises:
-        MismatchError: another rank calls another operation; raised on every rank.
     """
     comm = communicator()
     if comm.size == 1 or comm.faults.retry is not None:

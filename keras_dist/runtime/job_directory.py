@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JobDirectory", "is_alive", "is_running"]
-
 JOB = "job.json"
 PLACE, REQUEST, ANSWER, SUFFIX = "place-", "request-", "answer-", ".json"
 POLL_SECONDS = 0.02
@@ -26,11 +24,7 @@ Facts = dict[str, Any]
 
 
 class JobDirectory:
-    """A directory of a job.
-
-    Args:
-        path: the directory; it is created when the job announces itself.
-    """
+    """A directory of a job."""
 
     def __init__(self, path: str):
         self.path = Path(path)
@@ -55,9 +49,6 @@ class JobDirectory:
 
     def claim(self, first: int) -> int | None:
         """Returns a local rank for this process that no other process of its host claims.
-
-        Args:
-            first: number of ranks of the job on this host.
 
         Returns:
             The local rank; `None` if the job has ended and its directory is gone.
@@ -121,12 +112,8 @@ class JobDirectory:
         """Returns the answer to a request of this process; `None` if the job has ended. Blocks.
 
         Args:
-            name: the id of the request.
             limit_seconds: how long to wait without a sign of the job, see `is_asked`; a job on
                 another host may have been killed. 0: without limit.
-
-        Raises:
-            TimeoutError: the job has given no sign for so long. The request is withdrawn.
         """
         sign, since = None, time.monotonic()
         while True:

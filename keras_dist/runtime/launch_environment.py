@@ -13,19 +13,6 @@ from typing import Any
 
 from keras_dist._compat.python import inherits_script
 
-__all__ = [
-    "Announcement",
-    "announced_local_rank",
-    "announced_local_size",
-    "announced_rank",
-    "announced_size",
-    "has_sized_threads",
-    "is_child",
-    "limit_threads",
-    "restore_threads",
-    "starts_ranks",
-]
-
 # Launcher and its variable for the number of ranks. The first variable that is set wins: a
 # process started by mpirun inside a Slurm allocation has both kinds.
 SIZES = (
@@ -51,13 +38,7 @@ _sized: set[str] = set()  # the variables of `THREADS` that `limit_threads` has 
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """The number of ranks that a launcher announces.
-
-    Args:
-        launcher: the name of the launcher, for messages.
-        variable: the environment variable that announces the number.
-        size: the number of ranks, or a lower bound.
-    """
+    """The number of ranks that a launcher announces."""
 
     launcher: str
     variable: str
@@ -117,10 +98,6 @@ def limit_threads(count: int | None = None) -> None:
 
     TensorFlow creates its pools when the first operation runs, which may be before
     `keras_dist.init()`; only environment variables set at import take effect in time.
-
-    Args:
-        count: cores of this rank. Defaults to `None`: its share of those of the node, according to
-            the launcher.
     """
     local_size = announced_local_size()
     if count is None and local_size > 1:

@@ -15,20 +15,13 @@ from keras_dist.runtime.process_sets import (
     global_process_set,
 )
 
-__all__ = ["ProcessSetTable"]
-
 GLOBAL = 0  # the id of the set of all ranks
 Request = tuple[str, Ranks]  # "ranks" or "a communicator", and the ranks
 SAME_SETS = "Pass the same process sets, in the same order, on every rank."
 
 
 class ProcessSetTable:
-    """The process sets of a job, with the same ids and ranks on every rank.
-
-    Args:
-        job: the communicator of all ranks.
-        mpi_comm: the user's communicator that was passed to `init`, if any.
-    """
+    """The process sets of a job, with the same ids and ranks on every rank."""
 
     def __init__(self, job: _engine.Communicator, mpi_comm: Any | None):
         self.job = job
@@ -44,21 +37,11 @@ class ProcessSetTable:
         global_process_set._bind(GLOBAL, ranks, self.job, self.job, (GLOBAL,))
 
     def communicator(self, process_set: Any) -> _engine.Communicator:
-        """Returns the communicator of a set.
-
-        Raises:
-            ArgumentTypeError: `process_set` is not a `ProcessSet`.
-            ArgumentError: this rank is not in the set, or the set has no id.
-        """
+        """Returns the communicator of a set."""
         return check_process_set(process_set, self.job.where())._communicator_in(self.job)
 
     def includes_me(self, process_set: Any) -> bool:
-        """Returns whether this rank is in a set.
-
-        Raises:
-            ArgumentTypeError: `process_set` is not a `ProcessSet`.
-            ArgumentError: the set has no id.
-        """
+        """Returns whether this rank is in a set."""
         check_process_set(process_set, self.job.where())._check(self.job)
         return bool(process_set.included())
 
@@ -71,41 +54,20 @@ class ProcessSetTable:
         return tuple(self._ranks[set_id] for set_id in process_set._group_ids)
 
     def ranks_by_id(self, set_id: int) -> Ranks:
-        """Returns the ranks of the set with an id.
-
-        Raises:
-            ArgumentError: no set has this id.
-        """
+        """Returns the ranks of the set with an id."""
         if set_id in self._ranks:
             return self._ranks[set_id]
         expected = f"the id of a process set, one of {sorted(self._ranks)}"
         remedy = "Add the set first, and pass its process_set_id."
-        raise errors.ArgumentError(errors.explain(self.job.where(), expected, repr(set_id), remedy))
+        raise errors.ArgumentError(self.job.where(), expected, repr(set_id), remedy)
 
     def find(self, group: Sequence[Ranks]) -> ProcessSet | None:
-        """Returns a set with one of these lists of ranks, preferably a set with this rank in it.
-
-        Args:
-            group: the ranks of sets that were added together, in any order.
-        """
+        """Returns a set with one of these lists of ranks, preferably a set with this rank in it."""
         found = [each for each in self._sets if each._ranks in group]
         return next((each for each in found if each.included()), found[0] if found else None)
 
     def add(self, make_sets: Callable[[], list[ProcessSet]], operation: str) -> list[ProcessSet]:
-        """Registers sets. Collective: every rank of the job; blocks.
-
-        Args:
-            make_sets: returns the sets; an error on one rank is raised on all.
-            operation: name of the call, for messages.
-
-        Returns:
-            The sets.
-
-        Raises:
-            MismatchError: the ranks pass different sets; raised on every rank.
-            ArgumentError: a set exists already, or has ranks that do not exist; raised on every
-                rank.
-        """
+        """Registers sets. Collective: every rank of the job; blocks."""
         sets: list[ProcessSet] = []
 
         def requests() -> list[Request]:
@@ -122,15 +84,7 @@ class ProcessSetTable:
         return sets
 
     def remove(self, process_set: Any, operation: str) -> bool:
-        """Removes a set. Collective: every rank of the job; blocks.
-
-        Returns:
-            Whether the set was registered; `False` for the global set, which stays.
-
-        Raises:
-            MismatchError: the ranks pass different sets; raised on every rank.
-            ArgumentTypeError: `process_set` is not a `ProcessSet`; raised on every rank.
-        """
+        """Removes a set. Collective: every rank of the job; blocks."""
         job = self.job
         if isinstance(process_set, ProcessSet) and process_set._communicator is not None:
             # Queued operations look up the set's communicator when they run.
@@ -189,14 +143,12 @@ class ProcessSetTable:
                 problem = f"a rank that does not exist: the job has 0 to {self.job.size - 1}"
             if problem is not None:
                 raise errors.ArgumentError(
-                    errors.explain(
-                        self.job.where(),
-                        "process sets of ranks of this job, no two of them equal",
-                        f"{format_ranks(ranks)}, {problem}",
-                        "Use the existing set, or remove it first with "
-                        "keras_dist.remove_process_set; keras_dist.global_process_set is the "
-                        "set of all ranks.",
-                    )
+                    self.job.where(),
+                    "process sets of ranks of this job, no two of them equal",
+                    f"{format_ranks(ranks)}, {problem}",
+                    "Use the existing set, or remove it first with "
+                    "keras_dist.remove_process_set; keras_dist.global_process_set is the "
+                    "set of all ranks.",
                 )
             taken[ranks] = f"which is in the list twice, as number {number} too"
 
@@ -243,7 +195,7 @@ def _match(requests: Sequence[Sequence[Request]], job: _engine.Communicator) -> 
         if not groups[-1]:
             expected, received = f"{label} to have ranks", "MPI.COMM_NULL on every rank"
             remedy = "Pass a communicator on the ranks that belong to it."
-            raise errors.ArgumentError(errors.explain(job.where(), expected, received, remedy))
+            raise errors.ArgumentError(job.where(), expected, received, remedy)
     return groups
 
 
@@ -251,7 +203,7 @@ def _mismatch(
     job: _engine.Communicator, rank: int, expected: str, received: str
 ) -> errors.MismatchError:
     where = f"[rank {rank} of {job.size}]"
-    return errors.MismatchError(errors.explain(where, expected, received, SAME_SETS))
+    return errors.MismatchError(where, expected, received, SAME_SETS)
 
 
 def _describe(request: Request) -> str:

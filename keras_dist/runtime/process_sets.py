@@ -10,17 +10,6 @@ import numpy as np
 
 from keras_dist import _engine, errors
 
-__all__ = [
-    "ProcessSet",
-    "Ranks",
-    "as_process_set",
-    "check_process_set",
-    "check_process_sets",
-    "format_ranks",
-    "global_process_set",
-    "without_id",
-]
-
 Ranks = tuple[int, ...]
 
 
@@ -131,13 +120,11 @@ class ProcessSet:
         if self._communicator is not None:
             return self._communicator
         raise errors.ArgumentError(
-            errors.explain(
-                job.where(),
-                f"this rank to be in the process set, {format_ranks(self._ranks or ())}",
-                f"rank {job.rank}",
-                "Only ranks of the set may call its collectives or train with its optimizer: check "
-                "process_set.included() first.",
-            )
+            job.where(),
+            f"this rank to be in the process set, {format_ranks(self._ranks or ())}",
+            f"rank {job.rank}",
+            "Only ranks of the set may call its collectives or train with its optimizer: check "
+            "process_set.included() first.",
         )
 
     def _check(self, job: _engine.Communicator) -> None:
@@ -145,13 +132,11 @@ class ProcessSet:
             return
         name = "a set" if self._ranks is None else f"a set of {format_ranks(self._ranks)}"
         raise errors.ArgumentError(
-            errors.explain(
-                job.where(),
-                "process_set to be registered",
-                f"{name} that was never added, or has been removed",
-                "Pass it to keras_dist.init or keras_dist.add_process_set on every rank first, "
-                "and use the same object.",
-            )
+            job.where(),
+            "process_set to be registered",
+            f"{name} that was never added, or has been removed",
+            "Pass it to keras_dist.init or keras_dist.add_process_set on every rank first, "
+            "and use the same object.",
         )
 
 
@@ -173,20 +158,14 @@ def as_process_set(value: Any) -> ProcessSet:
 
 
 def check_process_sets(process_sets: Any) -> list[ProcessSet]:
-    """Returns `process_sets` as a list.
-
-    Raises:
-        ArgumentTypeError: `process_sets` is not a list of `ProcessSet`.
-    """
+    """Returns `process_sets` as a list."""
     if isinstance(process_sets, list | tuple):
         return [check_process_set(each) for each in process_sets]
     raise errors.ArgumentTypeError(
-        errors.explain(
-            "[keras_dist.init]",
-            "process_sets to be a list of keras_dist.ProcessSet, or 'dynamic'",
-            repr(process_sets),
-            "Pass a list; keras_dist.add_process_set adds sets later.",
-        )
+        "[keras_dist.init]",
+        "process_sets to be a list of keras_dist.ProcessSet, or 'dynamic'",
+        repr(process_sets),
+        "Pass a list; keras_dist.add_process_set adds sets later.",
     )
 
 
@@ -198,20 +177,14 @@ def without_id(process_sets: Any) -> Any:
 
 
 def check_process_set(value: Any, where: str = "[keras_dist]") -> ProcessSet:
-    """Returns `value`.
-
-    Raises:
-        ArgumentTypeError: `value` is not a `ProcessSet`.
-    """
+    """Returns `value`."""
     if isinstance(value, ProcessSet):
         return value
     raise errors.ArgumentTypeError(
-        errors.explain(
-            where,
-            "a keras_dist.ProcessSet",
-            f"{value!r} of type {type(value).__name__}",
-            "Make a set from a list of ranks: keras_dist.ProcessSet([0, 1]).",
-        )
+        where,
+        "a keras_dist.ProcessSet",
+        f"{value!r} of type {type(value).__name__}",
+        "Make a set from a list of ranks: keras_dist.ProcessSet([0, 1]).",
     )
 
 
@@ -226,17 +199,13 @@ def _parse_ranks(value: Any) -> Ranks:
         ranks = list(value)
     except TypeError as error:
         raise errors.ArgumentTypeError(
-            errors.explain(
-                "[keras_dist.ProcessSet]",
-                "a list of ranks or an mpi4py.MPI.Comm",
-                f"{value!r} of type {type(value).__name__}",
-                remedy,
-            )
+            "[keras_dist.ProcessSet]",
+            "a list of ranks or an mpi4py.MPI.Comm",
+            f"{value!r} of type {type(value).__name__}",
+            remedy,
         ) from error
     are_integers = all(isinstance(rank, int | np.integer) for rank in ranks)
     if not are_integers or not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0:
         expected = "at least one rank, distinct integers from 0 on"
-        raise errors.ArgumentError(
-            errors.explain("[keras_dist.ProcessSet]", expected, repr(value), remedy)
-        )
+        raise errors.ArgumentError("[keras_dist.ProcessSet]", expected, repr(value), remedy)
     return tuple(sorted(int(rank) for rank in ranks))

@@ -15,8 +15,6 @@ from keras_dist import _engine
 from keras_dist.runtime import job
 from keras_dist.runtime.job_directory import is_alive
 
-__all__ = ["forget", "is_lost", "is_pending", "is_spawned", "leave", "merge", "set_parent", "spawn"]
-
 PROGRAM = ("-P", "-m", "keras_dist.launch.newcomer")
 
 # Intercommunicator to a process that was spawned and has not joined yet, or to those that spawned
@@ -27,9 +25,6 @@ _pid: int | None = None
 
 def spawn(directory: str) -> str | None:
     """Spawns a process that replaces a rank. Collective: every rank of the job; blocks.
-
-    Args:
-        directory: directory of the job, on the root.
 
     Returns:
         Why no process was spawned; `None` if one was.

@@ -7,8 +7,6 @@ others, and leaves to rank 0 what rank 0 does.
 
 from keras_dist.runtime import job
 
-__all__ = ["local_rank", "rank", "size"]
-
 
 def rank() -> int:
     """Returns the rank of this process, 0 to `size() - 1`."""

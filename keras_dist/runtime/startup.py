@@ -19,15 +19,6 @@ from keras_dist.runtime import launch_environment
 from keras_dist.runtime.host_check import compare_hosts, versions
 from keras_dist.runtime.job_directory import JobDirectory
 
-__all__ = [
-    "Place",
-    "facts_of_joiner",
-    "join_ranks",
-    "place_of_joiner",
-    "share_devices",
-    "take_device",
-]
-
 ALIKE = (
     "bucket_nbytes",
     "gpu",
@@ -49,13 +40,7 @@ _log = logging.getLogger("keras_dist")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a process that has not joined the job yet, as its script sees it.
-
-    Args:
-        rank: the last rank of the job at its start.
-        size: number of ranks of the job at its start.
-        local_rank: number of ranks of the job on this host, and of processes that are to join.
-    """
+    """The place of a process that has not joined the job yet, as its script sees it."""
 
     rank: int
     size: int
@@ -63,11 +48,7 @@ class Place:
 
 
 def place_of_joiner() -> Place:
-    """Returns the place of this process, which is to join the job of `KERAS_DIST_JOIN_DIRECTORY`.
-
-    Raises:
-        LaunchError: no job is announced there.
-    """
+    """Returns the place of this process, which joins the job of `KERAS_DIST_JOIN_DIRECTORY`."""
     directory = config.settings().join_directory
     found = JobDirectory(directory)
     about = found.job() if directory else None
@@ -76,12 +57,10 @@ def place_of_joiner() -> Place:
         local_rank = found.claim(about["hosts"].count(os.uname().nodename))
     if about is None or local_rank is None:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist.init]",
-                "a running job to join, in KERAS_DIST_JOIN_DIRECTORY",
-                f"no job in {directory!r}",
-                "Pass the directory of the job to keras-dist join, after its training has begun.",
-            )
+            "[keras_dist.init]",
+            "a running job to join, in KERAS_DIST_JOIN_DIRECTORY",
+            f"no job in {directory!r}",
+            "Pass the directory of the job to keras-dist join, after its training has begun.",
         )
     return Place(about["size"] - 1, about["size"], local_rank)
 
@@ -94,17 +73,7 @@ def facts_of_joiner(mpi: Any) -> dict[str, str]:
 
 
 def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
-    """Initializes MPI if needed and connects the ranks. Collective: every rank; blocks.
-
-    Args:
-        comm: as for `keras_dist.init`.
-
-    Raises:
-        LaunchError: the launcher and the MPI library do not match.
-        ArgumentTypeError: `comm` is neither a communicator nor a list of ranks.
-        ArgumentError: `comm` is a list without this rank, or has ranks that do not exist.
-        MismatchError: settings or versions differ between the ranks.
-    """
+    """Initializes MPI if needed and connects the ranks. Collective: every rank; blocks."""
     alone = config.settings().single_process
     if not alone:
         _check_process()
@@ -129,12 +98,7 @@ def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
 
 
 def take_device(comm: _engine.Communicator, place: Place | None = None) -> None:
-    """Pins this rank's GPU and sizes thread pools to its share of the cores.
-
-    Args:
-        comm: the ranks.
-        place: the place of a process that has not joined yet. Defaults to `None`.
-    """
+    """Pins this rank's GPU and sizes thread pools to its share of the cores."""
     backends = _backends.in_use()
     settings = config.settings()
     local_rank, local_size = comm.topology.local_rank, comm.topology.local_size
@@ -184,13 +148,11 @@ def _as_comm(mpi: Any | None, comm: Any) -> Any | None:
     if mpi is not None and isinstance(comm, Sequence) and all(isinstance(r, int) for r in comm):
         return _subset(mpi, list(comm))
     raise errors.ArgumentTypeError(
-        errors.explain(
-            "[keras_dist.init]",
-            "comm to be an mpi4py.MPI.Comm or a list of ranks"
-            + ("" if mpi is not None else ", with an MPI library installed"),
-            repr(comm),
-            "Leave it out to use all ranks.",
-        )
+        "[keras_dist.init]",
+        "comm to be an mpi4py.MPI.Comm or a list of ranks"
+        + ("" if mpi is not None else ", with an MPI library installed"),
+        repr(comm),
+        "Leave it out to use all ranks.",
     )
 
 
@@ -198,12 +160,10 @@ def _subset(mpi: Any, ranks: list[int]) -> Any:
     world = mpi.COMM_WORLD
     if world.rank not in ranks or not set(ranks) <= set(range(world.size)):
         raise errors.ArgumentError(
-            errors.explain(
-                f"[rank {world.rank} of {world.size}]",
-                f"comm to list ranks between 0 and {world.size - 1}, this rank included",
-                repr(ranks),
-                "Only ranks in the list may call init with it.",
-            )
+            f"[rank {world.rank} of {world.size}]",
+            f"comm to list ranks between 0 and {world.size - 1}, this rank included",
+            repr(ranks),
+            "Only ranks in the list may call init with it.",
         )
     group = world.group.Incl(sorted(set(ranks)))
     return world.Create_group(group)
@@ -212,13 +172,11 @@ def _subset(mpi: Any, ranks: list[int]) -> Any:
 def _check_process() -> None:
     if launch_environment.is_child() and launch_environment.announced_size() is not None:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist.init]",
-                "a process started by a launcher",
-                "a child of it started by multiprocessing, which is not a rank",
-                "Put the body of the script under if __name__ == '__main__', so that its children "
-                "do not run it, and use keras_dist in the script only.",
-            )
+            "[keras_dist.init]",
+            "a process started by a launcher",
+            "a child of it started by multiprocessing, which is not a rank",
+            "Put the body of the script under if __name__ == '__main__', so that its children "
+            "do not run it, and use keras_dist in the script only.",
         )
 
 
@@ -241,13 +199,11 @@ def _check_all_live(mpi: Any) -> None:
         dead := mpi.COMM_WORLD.Get_failed().Get_size()
     ):
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist.init]",
-                "all ranks to be alive",
-                f"{dead} of {mpi.COMM_WORLD.size} ranks dead",
-                "The surviving ranks cannot join again after a shutdown: do not call shutdown, or "
-                "restart the job.",
-            )
+            "[keras_dist.init]",
+            "all ranks to be alive",
+            f"{dead} of {mpi.COMM_WORLD.size} ranks dead",
+            "The surviving ranks cannot join again after a shutdown: do not call shutdown, or "
+            "restart the job.",
         )
 
 
@@ -263,12 +219,10 @@ def _check_ranks(mpi: Any | None) -> None:
         raise _launcher_mismatch(announced, found)
     if mpi is not None and seen > 1 and mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist.init]",
-                "MPI to allow calls from several threads (MPI_THREAD_SERIALIZED or more)",
-                f"thread level {mpi.Query_thread()}",
-                "Do not lower mpi4py.rc.thread_level, and let mpi4py initialise MPI.",
-            )
+            "[keras_dist.init]",
+            "MPI to allow calls from several threads (MPI_THREAD_SERIALIZED or more)",
+            f"thread level {mpi.Query_thread()}",
+            "Do not lower mpi4py.rc.thread_level, and let mpi4py initialise MPI.",
         )
 
 
@@ -281,13 +235,11 @@ def _check_settings(comm: Any) -> None:
             if received != expected:
                 variable = config.PREFIX + name.upper()
                 raise errors.MismatchError(
-                    errors.explain(
-                        f"[rank {rank} of {len(settings)}]",
-                        f"{variable}={expected} as on rank 0",
-                        repr(received),
-                        "Set the same value on every rank; mpiexec passes variables with -x "
-                        "(Open MPI) or -genv (MPICH).",
-                    )
+                    f"[rank {rank} of {len(settings)}]",
+                    f"{variable}={expected} as on rank 0",
+                    repr(received),
+                    "Set the same value on every rank; mpiexec passes variables with -x "
+                    "(Open MPI) or -genv (MPICH).",
                 )
 
 
@@ -299,15 +251,13 @@ def _launcher_mismatch(
     if "PMI_FD" in os.environ:
         atexit.register(_abort_job)
     return errors.LaunchError(
-        errors.explain(
-            "[keras_dist.init]",
-            f"{announced.size} ranks or more, as announced by {announced.launcher} "
-            f"({announced.variable})",
-            f"{found}, on {os.uname().nodename}",
-            "The launcher and the MPI library of mpi4py do not match. Start the job with the "
-            f"mpiexec of that library{hint}, or install the launcher's library. To run a single "
-            "process on purpose set KERAS_DIST_SINGLE_PROCESS=1.",
-        )
+        "[keras_dist.init]",
+        f"{announced.size} ranks or more, as announced by {announced.launcher} "
+        f"({announced.variable})",
+        f"{found}, on {os.uname().nodename}",
+        "The launcher and the MPI library of mpi4py do not match. Start the job with the "
+        f"mpiexec of that library{hint}, or install the launcher's library. To run a single "
+        "process on purpose set KERAS_DIST_SINGLE_PROCESS=1.",
     )
 
 

@@ -6,8 +6,6 @@ import pathlib
 import secrets
 from collections.abc import Iterator
 
-__all__ = ["beside", "move"]
-
 
 @contextlib.contextmanager
 def beside(target: pathlib.Path) -> Iterator[pathlib.Path]:

@@ -23,20 +23,6 @@ from keras_dist.storage import tensor_file, versioned_backups
 from keras_dist.storage.atomic_write import beside, move
 from keras_dist.storage.tensor_file import Tensor
 
-__all__ = [
-    "REMEDY",
-    "Generation",
-    "begin",
-    "commit",
-    "discard",
-    "find_damage",
-    "is_committed",
-    "newest_first",
-    "parts_of",
-    "read",
-    "write_part",
-]
-
 #: remedy for a checkpoint that cannot be read
 REMEDY = "Restore the file, or remove the checkpoint to start over."
 
@@ -48,14 +34,7 @@ FORMAT = "keras_dist sharded checkpoint 1"
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A generation with its manifest.
-
-    Args:
-        path: path of the manifest.
-        parts: paths of the parts, in rank order.
-        digests: their SHA-256, in hexadecimal digits.
-        about: the JSON document that was committed.
-    """
+    """A generation with its manifest."""
 
     path: pathlib.Path
     parts: Sequence[pathlib.Path]
@@ -64,11 +43,7 @@ class Generation:
 
 
 def begin(directory: pathlib.Path) -> int:
-    """Makes the directory of a new generation and returns its number.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Makes the directory of a new generation and returns its number."""
     directory.mkdir(parents=True, exist_ok=True)
     taken = [versioned_backups.number_of(path) for path in newest_first(directory)]
     taken += [int(path.name) for path in _folders(directory)]
@@ -84,11 +59,7 @@ def write_part(
     size: int,
     tensors: Sequence[Tensor],
 ) -> None:
-    """Writes the part of a rank; it appears under its name when it is whole.
-
-    Raises:
-        OSError: the part cannot be written; no file is left.
-    """
+    """Writes the part of a rank; it appears under its name when it is whole."""
     folder = _folder(directory, number)
     name = f"{rank}-of-{size}"
     with beside(folder / f"{name}{PART_SUFFIX}") as partial:
@@ -115,23 +86,7 @@ def commit(
     keep: int,
     previous: int | None = None,
 ) -> pathlib.Path:
-    """Writes the manifest of a generation; then removes older generations.
-
-    Args:
-        directory: the directory of the checkpoint.
-        number: number of the generation.
-        parts: paths of all its parts.
-        about: JSON document.
-        keep: number of generations that are kept, this one included.
-        previous: number of an undamaged generation, from which older ones are kept; newer ones are
-            removed. Defaults to `None`, the newest.
-
-    Returns:
-        The path of the manifest.
-
-    Raises:
-        OSError: the manifest cannot be written.
-    """
+    """Writes the manifest of a generation; then removes older generations."""
     manifest = {
         "format": FORMAT,
         "parts": [{"file": path.name} for path in parts],
@@ -159,11 +114,7 @@ def discard(directory: pathlib.Path, number: int) -> None:
 
 
 def is_committed(directory: pathlib.Path, number: int) -> bool:
-    """Returns whether a generation has a manifest: all its parts are whole.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Returns whether a generation has a manifest: all its parts are whole."""
     names = (path.name for path in directory.iterdir())  # `glob` would hide an error
     return any(name.startswith(f"{number:08d}-") and name.endswith(SUFFIX) for name in names)
 
@@ -174,11 +125,7 @@ def newest_first(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read(path: pathlib.Path) -> Generation | None:
-    """Reads a manifest; returns `None` if it is damaged.
-
-    Raises:
-        ValueError: another version of keras_dist wrote it.
-    """
+    """Reads a manifest; returns `None` if it is damaged."""
     if not versioned_backups.is_intact(path):
         return None
     manifest = json.loads(path.read_bytes())
@@ -192,15 +139,7 @@ def read(path: pathlib.Path) -> Generation | None:
 
 
 def find_damage(generation: Generation, ranks: Iterable[int]) -> list[str]:
-    """Compares parts with their digests.
-
-    Args:
-        generation: the generation.
-        ranks: the parts to read.
-
-    Returns:
-        A phrase for each part that is missing or damaged.
-    """
+    """Compares parts with their digests."""
     damage = []
     for rank in ranks:
         path, expected = generation.parts[rank], generation.digests[rank]

@@ -19,8 +19,6 @@ from keras_dist import _engine, config, errors, runtime
 from keras_dist.storage import memory_directory, versioned_backups
 from keras_dist.storage.root_action import on_root
 
-__all__ = ["MemoryCopies"]
-
 PIECE_NBYTES = 2**26  # sent at once, so that ranks need no memory besides the copy
 REMEDY = "Backups on disk are not affected."
 FAILURES = (OSError, errors.ArgumentError, errors.RankLostError)
@@ -33,13 +31,7 @@ _log = logging.getLogger("keras_dist")
 
 
 class MemoryCopies:
-    """The copies of the backups of one directory. Methods are collective: every rank; they block.
-
-    Args:
-        backup_dir: the directory of the backups on disk.
-        root_rank: the rank that writes and reads backups.
-        wanted: whether there are copies. Defaults to `True`.
-    """
+    """The copies of the backups of one directory. Its methods are collective and block."""
 
     def __init__(self, backup_dir: Path, root_rank: int, wanted: bool = True):
         self._backup_dir, self._root_rank, self._wanted = backup_dir, root_rank, wanted
@@ -52,10 +44,6 @@ class MemoryCopies:
         """Returns, on the root, the path of the newest intact copy, fetched from another node.
 
         Returns `None` on other ranks, and if there is no copy.
-
-        Args:
-            searches: whether to look for copies; if not, the ranks only prepare for `write`.
-                Defaults to `True`.
         """
         self._name = self._on_root(self._choose_name) if self._wanted else ""
         if not (self._name and searches):
@@ -81,11 +69,7 @@ class MemoryCopies:
         return None
 
     def check_not_lost(self) -> None:
-        """Checks, on the root, that `find` has brought a copy if there are any.
-
-        Raises:
-            CheckpointError: none of them could be brought to the root.
-        """
+        """Checks, on the root, that `find` has brought a copy if there are any."""
         if self._lost:
             place = f"{config.settings().memory_directory} of {os.uname().nodename}"
             expected = f"a backup in {self._backup_dir}, or room in {place} for one of another node"
@@ -94,9 +78,7 @@ class MemoryCopies:
                 "Remove the cause that the warnings name, and start the job again. With another "
                 "KERAS_DIST_JOB_ID it starts over."
             )
-            raise errors.CheckpointError(
-                errors.explain(runtime.where(), expected, received, remedy)
-            )
+            raise errors.CheckpointError(runtime.where(), expected, received, remedy)
 
     def touch(self) -> None:
         """Shows other jobs that this job is alive. Not collective: each node for itself."""
@@ -105,9 +87,6 @@ class MemoryCopies:
 
     def write(self, save: Save) -> Path | None:
         """Writes a copy on the root's node and on the next one.
-
-        Args:
-            save: writes the contents into a file. Called on the root.
 
         Returns:
             The path of the root's copy, on the root; `None` on others and if it was not written.

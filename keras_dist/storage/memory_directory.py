@@ -14,8 +14,6 @@ from pathlib import Path
 from keras_dist import config, runtime
 from keras_dist.storage.ownership import is_private_directory, make_private_directory
 
-__all__ = ["directory_of", "make_directory", "remove", "remove_job", "remove_old"]
-
 OLD_SECONDS = 24 * 3600.0  # since its last use; the job has ended without removing it
 
 
@@ -28,10 +26,6 @@ def make_directory(name: str) -> Path:
     """Returns the path of a directory on this node, which is created if missing.
 
     The directory counts as used now, see `remove_old`.
-
-    Raises:
-        ArgumentError: other users can access the directory of this user.
-        OSError: it cannot be created.
     """
     parent = _of_user(config.settings())
     make_private_directory(parent, runtime.where())
@@ -46,11 +40,7 @@ def remove(name: str) -> None:
 
 
 def remove_old(name: str) -> None:
-    """Removes directories of this user that have not been used for a day.
-
-    Args:
-        name: a directory; those of its job stay.
-    """
+    """Removes directories of this user that have not been used for a day."""
     latest, job = time.time() - OLD_SECONDS, name.partition("-")[0]
     for path in _directories("*", config.settings()):
         with contextlib.suppress(OSError):  # another process may remove it
@@ -59,11 +49,7 @@ def remove_old(name: str) -> None:
 
 
 def remove_job(settings: config.Settings) -> None:
-    """Removes the directories of a job from this node.
-
-    Args:
-        settings: those of the ranks of the job.
-    """
+    """Removes the directories of a job from this node."""
     _remove(f"{_prefix(settings.job_id)}*", settings)
 
 

@@ -8,15 +8,6 @@ from pathlib import Path
 
 from keras_dist import errors
 
-__all__ = [
-    "describe",
-    "find_unsafe",
-    "is_private_directory",
-    "make_private_directory",
-    "private_name",
-    "write_private",
-]
-
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 ALL_USERS = 2**32 - 1
 MAPPED = Path("/proc/self/uid_map")
@@ -38,21 +29,12 @@ def is_private_directory(path: Path) -> bool:
 
 
 def make_private_directory(path: Path, where: str) -> None:
-    """Creates a directory that only this user can access, if it does not exist.
-
-    Args:
-        path: the directory.
-        where: the caller, for the message.
-
-    Raises:
-        ArgumentError: it belongs to another user, or others can access it.
-        OSError: it cannot be created.
-    """
+    """Creates a directory that only this user can access, if it does not exist."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private_directory(path):
         expected = f"{path} to be a directory that only this user can access"
         remedy = "Choose another directory, or run chmod 700 on it if it is yours."
-        raise errors.ArgumentError(errors.explain(where, expected, describe(path), remedy))
+        raise errors.ArgumentError(where, expected, describe(path), remedy)
 
 
 def find_unsafe(path: Path) -> Path | None:
@@ -60,9 +42,6 @@ def find_unsafe(path: Path) -> Path | None:
 
     A directory is safe if it belongs to this user or to root, and is not writable by all users or
     has its sticky bit set. Members of its group are trusted.
-
-    Args:
-        path: a directory, without links; see `os.path.realpath`.
     """
     return next((each for each in (path, *path.parents) if not _is_safe(each.lstat())), None)
 
@@ -74,12 +53,7 @@ def describe(path: Path) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a new file that only this user may read.
-
-    Raises:
-        FileExistsError: the path exists, or is a link.
-        OSError: the file cannot be written.
-    """
+    """Writes a new file that only this user may read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from keras_dist import errors, runtime
 
-__all__ = ["RetryPolicy"]
-
 REMEDY = (
     "Training continues, and earlier files are unchanged. Free space, or repair the file system: "
     "the next write is tried as usual."
@@ -31,18 +29,7 @@ class RetryPolicy:
         self._has_succeeded = False
 
     def attempt(self, write: Callable[[], bool], expected: str) -> bool:
-        """Calls `write`; logs a failure that is not raised.
-
-        Args:
-            write: writes a file; returns whether there was anything to write.
-            expected: what the write does, for messages.
-
-        Returns:
-            Whether the write succeeded.
-
-        Raises:
-            OSError: the write failed, and no write has succeeded before.
-        """
+        """Calls `write`; logs a failure that is not raised."""
         try:
             self._has_succeeded = write() or self._has_succeeded
         except OSError as error:
@@ -61,13 +48,7 @@ class RetryPolicy:
         self._has_succeeded = True
 
     def log(self, error: OSError, expected: str, remedy: str = REMEDY) -> None:
-        """Logs a failure that does not end the training.
-
-        Args:
-            error: the failure.
-            expected: see `attempt`.
-            remedy: what the user should do. Defaults to the text for a lost write.
-        """
+        """Logs a failure that does not end the training."""
         reason = _reason(error)
         received = f"{type(reason).__name__}: {reason}"
         _log.warning(errors.explain(runtime.where(), expected, received, remedy))

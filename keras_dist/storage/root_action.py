@@ -5,8 +5,6 @@ from typing import Any, TypeVar
 
 from keras_dist import _engine, errors, runtime
 
-__all__ = ["on_all", "on_root"]
-
 Value = TypeVar("Value")
 
 
@@ -21,17 +19,6 @@ def on_root(
     """Calls a function on the root and returns its result on every rank.
 
     Collective: every rank; blocks until the root is done.
-
-    Args:
-        root_rank: the rank that calls `work`.
-        key: the operation name; the same on every rank.
-        work: the function; its result is broadcast as an object.
-        kind: the class of the error. An error of this class that `work` raises keeps its text.
-        expected: what `work` does, for the message; the root's text is used, as for `remedy`.
-        remedy: what the user should do after a failure.
-
-    Raises:
-        KerasDistError: `work` failed; an error of class `kind`, raised on every rank.
     """
     cause: Exception | None = None
     outcome: Any = None
@@ -58,14 +45,6 @@ def on_all(work: Callable[[], Value], operation: str) -> list[Value]:
     """Calls a function on every rank and returns the results of all, in rank order.
 
     Collective: every rank; blocks.
-
-    Args:
-        work: the function; its results are exchanged as objects.
-        operation: name of the operation in messages.
-
-    Raises:
-        KerasDistError: `work` raised it on a rank; raised on every rank.
-        CheckpointError: `work` raised another exception on a rank; raised on every rank.
     """
     mine: Any
     cause: Exception | None = None

@@ -12,8 +12,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Entry", "Tensor", "digest", "read_header", "read_into", "write"]
-
 CHUNK_NBYTES = 1 << 23
 ALIGNMENT = 8  # of the first array
 # By the names of dtypes in Keras; arrays of others are stored as bytes.
@@ -41,8 +39,6 @@ class Tensor:
     """A flat array to be written.
 
     Args:
-        name: its name in the file.
-        dtype: the name of its dtype in Keras.
         data: its bytes, contiguous.
     """
 
@@ -60,19 +56,7 @@ class Entry:
 
 
 def write(path: pathlib.Path, tensors: Sequence[Tensor], about: dict[str, str]) -> str:
-    """Writes a new file and returns its digest.
-
-    Args:
-        path: path of the file.
-        tensors: the arrays.
-        about: metadata for readers of the format.
-
-    Returns:
-        SHA-256 of the file in hexadecimal digits.
-
-    Raises:
-        OSError: the file exists or cannot be written; the error names it.
-    """
+    """Writes a new file and returns its digest."""
     found = hashlib.sha256()
     try:
         with path.open("xb", buffering=0) as file:
@@ -88,12 +72,7 @@ def write(path: pathlib.Path, tensors: Sequence[Tensor], about: dict[str, str]) 
 
 
 def read_header(path: pathlib.Path) -> dict[str, Entry]:
-    """Returns the arrays of a file by name.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file has another format.
-    """
+    """Returns the arrays of a file by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -105,11 +84,7 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
 
 
 def read_into(path: pathlib.Path, offset: int, target: memoryview) -> None:
-    """Reads bytes from an offset of a file.
-
-    Raises:
-        OSError: the file cannot be read, or ends before.
-    """
+    """Reads bytes from an offset of a file."""
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
         while target:

@@ -14,8 +14,6 @@ from typing import BinaryIO
 from keras_dist import errors, runtime
 from keras_dist.storage.atomic_write import beside, move
 
-__all__ = ["REMEDY", "add", "is_intact", "newest_first", "newest_intact", "number_of"]
-
 #: remedy for a backup that cannot be read
 REMEDY = "Remove the backup to start over."
 
@@ -36,17 +34,6 @@ def add(
     """Writes a new version; then removes all older versions except one, or as many as are kept.
 
     The previous version survives an interruption at any point.
-
-    Args:
-        directory: the directory; created if missing.
-        save: writes the contents into a file.
-        previous: an intact version, which is kept; `None` to keep the newest.
-        suffix: suffix of the names of the versions.
-        number: number of the version. Defaults to `None`, the next one.
-        keep: number of older versions that are kept, from `previous`. Defaults to 1.
-
-    Returns:
-        The path of the new version.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for partial in directory.glob(f".*{suffix}"):
@@ -81,16 +68,7 @@ def number_of(path: pathlib.Path) -> int:
 def newest_intact(
     directory: pathlib.Path, other: pathlib.Path | None = None
 ) -> pathlib.Path | None:
-    """Returns the newest intact version; logs a warning that names damaged ones.
-
-    Args:
-        directory: the directory.
-        other: an intact version elsewhere, which is returned unless there is a newer one. Defaults
-            to `None`.
-
-    Raises:
-        CheckpointError: there are versions, and all are damaged.
-    """
+    """Returns the newest intact version; logs a warning that names damaged ones."""
     found = newest_first(directory)
     if other is not None:
         found = [path for path in found if number_of(path) > number_of(other)]
@@ -100,7 +78,7 @@ def newest_intact(
     if damaged and intact is None:
         expected = f"an intact backup in {directory}"
         received = f"{names}, damaged: the digest does not match"
-        raise errors.CheckpointError(errors.explain(runtime.where(), expected, received, REMEDY))
+        raise errors.CheckpointError(runtime.where(), expected, received, REMEDY)
     if damaged:
         _log.warning(
             "%s is damaged: the digest does not match. Training resumes from an earlier backup, "

@@ -23,7 +23,7 @@ import sys
 from keras_dist import _backends
 from keras_dist import elastic as elastic
 from keras_dist._backends import tensorflow as _own
-from keras_dist.errors import LaunchError, explain
+from keras_dist.errors import LaunchError
 from keras_dist.monitor.timeline.control import start_timeline, stop_timeline
 from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from keras_dist.runtime import (
@@ -154,10 +154,8 @@ sys.modules[f"{__name__}.elastic"] = elastic
 
 if _backends.active() is not _own:
     raise LaunchError(
-        explain(
-            "[keras_dist.tensorflow]",
-            "the Keras backend to be tensorflow",
-            _backends.active().__name__.rpartition(".")[2],  # type: ignore[attr-defined]
-            "Set KERAS_BACKEND=tensorflow before Keras is imported.",
-        )
+        "[keras_dist.tensorflow]",
+        "the Keras backend to be tensorflow",
+        _backends.active().__name__.rpartition(".")[2],  # type: ignore[attr-defined]
+        "Set KERAS_BACKEND=tensorflow before Keras is imported.",
     )

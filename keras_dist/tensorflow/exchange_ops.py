@@ -18,15 +18,6 @@ from keras_dist.training.distributed import variables_of_rank
 from keras_dist.training.layer_broadcast import broadcast_layers
 from keras_dist.training.model_state import variable_name
 
-__all__ = [
-    "allgather",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
-    "broadcast_variables",
-    "grouped_allgather",
-]
-
 
 @described_by(ops.allgather)
 def allgather(

@@ -12,14 +12,6 @@ import tensorflow as tf
 
 from keras_dist import errors
 
-__all__ = [
-    "FailedPreconditionError",
-    "InvalidArgumentError",
-    "InvalidTypeError",
-    "raise_tensorflow_error",
-    "raise_tensorflow_errors",
-]
-
 
 class FailedPreconditionError(tf.errors.FailedPreconditionError, errors.MismatchError):
     """The ranks call different operations or pass different values."""
@@ -53,4 +45,4 @@ def raise_tensorflow_error(error: errors.KerasDistError) -> NoReturn:
     """Raises an error of keras_dist as one that is also an error of TensorFlow."""
     if type(error) not in BECOMES:
         raise error
-    raise BECOMES[type(error)](None, None, str(error)) from error
+    raise BECOMES[type(error)](None, None, str(error)) from error  # type: ignore[arg-type]

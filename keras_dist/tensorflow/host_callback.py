@@ -11,16 +11,6 @@ from keras_dist._backends.tensorflow import on_host
 from keras_dist._compat.tensorflow import eager_tensor, is_recorded
 from keras_dist.tensorflow.failures import raise_tensorflow_errors
 
-__all__ = [
-    "as_array",
-    "as_eager",
-    "as_tensors",
-    "collective",
-    "differentiable",
-    "is_eager",
-    "operation",
-]
-
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 P = ParamSpec("P")
@@ -87,14 +77,7 @@ def differentiable(
     backward: Callable[..., list[Any]],
     tensors: Sequence[Any],
 ) -> list[Any]:
-    """Runs a function of tensors that has a gradient.
-
-    Args:
-        forward: a function of the tensors that returns a list of results.
-        backward: a function of the results and of their gradients, as lists, that returns the
-            gradients of the tensors.
-        tensors: the arguments of `forward`.
-    """
+    """Runs a function of tensors that has a gradient."""
     if not tensors or (tf.executing_eagerly() and not is_recorded()):
         return forward(*tensors)
 

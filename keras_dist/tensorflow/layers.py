@@ -6,8 +6,6 @@ import keras
 
 from keras_dist import errors, layers, runtime
 
-__all__ = ["SyncBatchNormalization"]
-
 
 @keras.saving.register_keras_serializable(package="keras_dist.tensorflow")
 class SyncBatchNormalization(layers.SyncBatchNormalization):
@@ -26,11 +24,9 @@ class SyncBatchNormalization(layers.SyncBatchNormalization):
     def __init__(self, fused: bool = False, **kwargs: Any):
         if fused in (True, None):
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "fused to be False",
-                    repr(fused),
-                    "Omit fused: a fused kernel sees only the batch of its rank.",
-                )
+                runtime.where(),
+                "fused to be False",
+                repr(fused),
+                "Omit fused: a fused kernel sees only the batch of its rank.",
             )
         super().__init__(**kwargs)

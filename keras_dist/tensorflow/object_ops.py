@@ -6,19 +6,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import errors, ops, runtime
+from keras_dist import ops, runtime
 from keras_dist.ops.descriptions import described_by
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import collective, operation
-
-__all__ = [
-    "allgather_object",
-    "barrier",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "join",
-]
 
 
 @operation
@@ -96,10 +87,8 @@ def broadcast_global_variables(root_rank: int) -> None:
         RuntimeError: always.
     """
     raise RuntimeError(
-        errors.explain(
-            runtime.where(),
-            "a list of variables, since TensorFlow 2 has no global variables",
-            f"broadcast_global_variables({root_rank})",
-            "Use broadcast_variables(model.variables, root_rank).",
-        )
+        runtime.where(),
+        "a list of variables, since TensorFlow 2 has no global variables",
+        f"broadcast_global_variables({root_rank})",
+        "Use broadcast_variables(model.variables, root_rank).",
     )

@@ -9,8 +9,6 @@ from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.training import optimizer as optimizer_module
 
-__all__ = ["DistributedOptimizer"]
-
 
 @described_by(optimizer_module.DistributedOptimizer)
 def DistributedOptimizer(

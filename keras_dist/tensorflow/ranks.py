@@ -9,8 +9,6 @@ import tensorflow as tf
 from keras_dist import runtime
 from keras_dist.tensorflow.host_callback import collective, operation
 
-__all__ = ["local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op"]
-
 
 @operation
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:

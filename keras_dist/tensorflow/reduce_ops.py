@@ -28,8 +28,6 @@ from keras_dist.tensorflow.host_callback import (
     operation,
 )
 
-__all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
-
 
 @described_by(ops.allreduce)
 def allreduce(
@@ -246,10 +244,8 @@ def _check_reduces_slices(reduction: Reduction) -> None:
     if reduction.is_differentiable and factors == (1.0, 1.0):
         return
     raise NotImplementedError(
-        errors.explain(
-            runtime.where(),
-            "op to be Average or Sum, and no factors, for IndexedSlices",
-            f"op={reduction.op} and factors {factors}",
-            "Convert the IndexedSlices by tf.convert_to_tensor, or pass sparse_as_dense=True.",
-        )
+        runtime.where(),
+        "op to be Average or Sum, and no factors, for IndexedSlices",
+        f"op={reduction.op} and factors {factors}",
+        "Convert the IndexedSlices by tf.convert_to_tensor, or pass sparse_as_dense=True.",
     )

@@ -22,8 +22,6 @@ from keras_dist.tensorflow.host_callback import operation
 from keras_dist.training.gradient_reduction import GradientReduction, mark_reduced
 from keras_dist.training.model_state import variable_name
 
-__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
-
 # By the identity of the first variable among the sources (0: there is none), then by options.
 _reductions: dict[int, dict[Any, GradientReduction]] = {}
 
@@ -131,12 +129,10 @@ def PartialDistributedGradientTape(
     layers = parse_layers(local_layers)
     if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, _DistributedTape):
         raise errors.ArgumentTypeError(
-            errors.explain(
-                runtime.where(),
-                "a tf.GradientTape that is not distributed",
-                f"{gradtape!r} of type {type(gradtape).__name__}",
-                "Wrap the tape of the step once.",
-            )
+            runtime.where(),
+            "a tf.GradientTape that is not distributed",
+            f"{gradtape!r} of type {type(gradtape).__name__}",
+            "Wrap the tape of the step once.",
         )
     options = parse_reduction_options(
         op,
@@ -165,11 +161,7 @@ class _DistributedTape:
     _keras_dist_layers: Sequence[keras.Layer]
 
     def register_local_source(self, source: Any) -> None:
-        """Excludes a source from the reduction: each rank keeps its own gradient.
-
-        Args:
-            source: a variable or a watched tensor: the object that `gradient` receives.
-        """
+        """Excludes a source from the reduction: each rank keeps its own gradient."""
         self._keras_dist_registered.append(source)
 
     @operation
@@ -184,16 +176,6 @@ class _DistributedTape:
         """Returns the averaged gradients, in the structure of `sources`.
 
         Collective: every rank, with the same sources in the same order; blocks.
-
-        Args:
-            target: the tensor, or structure of tensors, to differentiate.
-            sources: variables or watched tensors, in any structure.
-            output_gradients: as in `tf.GradientTape.gradient`.
-            use_generic_names: accepted for scripts of Horovod; has no effect.
-            unconnected_gradients: as in `tf.GradientTape.gradient`.
-
-        Raises:
-            ArgumentError: a local source is not among the sources.
         """
         own = super().gradient(target, sources, output_gradients, unconnected_gradients)  # type: ignore[misc]
         flat = tf.nest.flatten(sources)
@@ -212,12 +194,6 @@ class _DistributedTape:
         """Returns two lists of (source, gradient) pairs: of local sources, and of other sources.
 
         Collective: as `gradient`.
-
-        Args:
-            target: as in `gradient`.
-            sources: as in `gradient`.
-            output_gradients: as in `gradient`.
-            use_generic_names: as in `gradient`.
         """
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         flat = tf.nest.flatten(sources)
@@ -232,13 +208,10 @@ class _DistributedTape:
         unknown = [source for source in sources if not source.shape.is_fully_defined()]
         if unknown:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "sources whose shapes are known when the step is traced",
-                    f"a source of shape {unknown[0].shape}",
-                    "Pass variables; reduce the gradients of other sources by "
-                    "hvd.grouped_allreduce.",
-                )
+                runtime.where(),
+                "sources whose shapes are known when the step is traced",
+                f"a source of shape {unknown[0].shape}",
+                "Pass variables; reduce the gradients of other sources by hvd.grouped_allreduce.",
             )
         return self._reduction(sources).with_missing(gradients, sources, self._reduce)
 
@@ -261,13 +234,11 @@ class _DistributedTape:
         wrong = [source for source in self._keras_dist_registered if id(source) not in known]
         if wrong:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "each local source to be among the sources of gradient",
-                    f"{variable_name(wrong[0])!r} of type {type(wrong[0]).__name__}, which is not",
-                    "Register the object that is passed as a source: a Keras variable and the "
-                    "tf.Variable that it holds are two.",
-                )
+                runtime.where(),
+                "each local source to be among the sources of gradient",
+                f"{variable_name(wrong[0])!r} of type {type(wrong[0]).__name__}, which is not",
+                "Register the object that is passed as a source: a Keras variable and the "
+                "tf.Variable that it holds are two.",
             )
 
     def _reduction(self, sources: Sequence[Any]) -> GradientReduction:

@@ -7,21 +7,6 @@
 from keras_dist.ops.asynchronous import queued
 from keras_dist.torch import sync_ops
 
-__all__ = [
-    "allgather_async",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall_async",
-    "broadcast_async",
-    "broadcast_async_",
-    "grouped_allgather_async",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter_async",
-    "reducescatter_async",
-    "sparse_allreduce_async",
-]
-
 allreduce_async = queued(sync_ops.allreduce)
 allreduce_async_ = queued(sync_ops.allreduce_, "allreduce_async_")
 grouped_allreduce_async = queued(sync_ops.grouped_allreduce)

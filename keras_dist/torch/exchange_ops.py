@@ -12,8 +12,6 @@ from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.torch import sync_ops
 
-__all__ = ["allgather", "alltoall", "broadcast", "grouped_allgather"]
-
 
 @raises_on_all
 @described_by(ops.allgather)

@@ -8,17 +8,9 @@ import torch
 from keras_dist import _engine
 from keras_dist._backends import torch_overlap
 
-__all__ = ["Layout", "version_of"]
-
 
 class Layout:
-    """The indices of gradients in a plan.
-
-    Args:
-        plan: the plan.
-        parameters: the parameters of its gradients, in order.
-        brought: the gradients of all parameters, by which ranks compare.
-    """
+    """The indices of gradients in a plan."""
 
     def __init__(
         self,

@@ -25,17 +25,9 @@ from keras_dist.ops.tensor_compression import compressed, decompressed, is_custo
 from keras_dist.torch import sync_ops
 from keras_dist.torch.gradient_layout import Layout, version_of
 
-__all__ = ["Gradients"]
-
 
 class Gradients:
-    """The gradients of an optimizer.
-
-    Args:
-        options: the options of the reduction, including compression by the engine.
-        compression: the compression of torch tensors.
-        names: the names of parameters in messages, by `id`.
-    """
+    """The gradients of an optimizer."""
 
     def __init__(self, options: ReductionOptions, compression: Any, names: dict[int, str]):
         self.passes = options.passes
@@ -70,20 +62,14 @@ class Gradients:
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def drop_passes(self) -> None:
-        """Drops the backward passes of an incomplete step.
-
-        Raises:
-            UsageError: the step is complete, and its reduction is in progress.
-        """
+        """Drops the backward passes of an incomplete step."""
         if any(count >= self.passes for count in self._counts.values()) and self.is_shared():
             raise errors.UsageError(
-                errors.explain(
-                    runtime.where(),
-                    "zero_grad before backward, or after step or synchronize",
-                    "zero_grad between them, during the reduction of gradients",
-                    "Call optimizer.step() or optimizer.synchronize() first. With a GradScaler, "
-                    "call synchronize() before unscale_ and step, or one rank may skip a step.",
-                )
+                runtime.where(),
+                "zero_grad before backward, or after step or synchronize",
+                "zero_grad between them, during the reduction of gradients",
+                "Call optimizer.step() or optimizer.synchronize() first. With a GradScaler, "
+                "call synchronize() before unscale_ and step, or one rank may skip a step.",
             )
         self._counts.clear()
 
@@ -99,9 +85,6 @@ class Gradients:
         A parameter without a gradient on this rank contributes zeros if another rank has one, or
         had one in the last step. If no rank has a gradient, it remains `None`, so that weight decay
         and momentum do not apply.
-
-        Args:
-            parameters: all parameters of the optimizer.
         """
         self.watch(parameters)
         self.are_reduced = True
@@ -132,13 +115,7 @@ class Gradients:
     def _reduce(
         self, trained: Sequence[torch.Tensor], own: set[int], brought: _engine.GradientSet
     ) -> None:
-        """Reduces gradients, together with flags for those that this rank has.
-
-        Args:
-            trained: parameters with gradients, possibly of zeros.
-            own: the `id` of those of which this rank has a gradient.
-            brought: what the ranks compare.
-        """
+        """Reduces gradients, together with flags for those that this rank has."""
         flags = [id(parameter) in own for parameter in trained]
         sparse = [p for p in trained if p.grad.is_sparse and not self._options.dense]
         ids = {id(parameter) for parameter in sparse}
@@ -187,14 +164,12 @@ class Gradients:
             self._discard_ready()
             self._clear()
             raise errors.UsageError(
-                errors.explain(
-                    runtime.where(),
-                    f"{self._name(parameter)} {self.passes} times for each step",
-                    f"{count} times, before step or synchronize",
-                    "Pass backward_passes_per_step to accumulate as many gradients before a step. "
-                    "Call optimizer.step() to use the passes of an incomplete step, such as the "
-                    "last one of an epoch, or optimizer.zero_grad() to drop them.",
-                )
+                runtime.where(),
+                f"{self._name(parameter)} {self.passes} times for each step",
+                f"{count} times, before step or synchronize",
+                "Pass backward_passes_per_step to accumulate as many gradients before a step. "
+                "Call optimizer.step() to use the passes of an incomplete step, such as the "
+                "last one of an epoch, or optimizer.zero_grad() to drop them.",
             )
         layout = self._layout
         if layout is None or not layout.plan.overlaps:
@@ -297,17 +272,7 @@ def _completed(
     own: set[int],
     keeps_rows: bool,
 ) -> list[torch.Tensor]:
-    """Gives parameters gradients of certain forms.
-
-    Args:
-        parameters: the parameters.
-        forms: for each the form of its gradient, or `None`.
-        own: the `id` of those of which this rank has a gradient; others have zeros.
-        keeps_rows: whether rows that are reduced as a dense tensor stay rows.
-
-    Returns:
-        The parameters that have a gradient.
-    """
+    """Gives parameters gradients of certain forms."""
     for parameter, form in zip(parameters, forms, strict=True):
         gradient: Any = parameter.grad
         if id(parameter) not in own:

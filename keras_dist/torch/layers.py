@@ -9,8 +9,6 @@ from keras_dist._compat.torch import BatchNorm
 from keras_dist.ops.reduce_op import Sum
 from keras_dist.torch.reduce_ops import allreduce
 
-__all__ = ["SyncBatchNorm"]
-
 
 class SyncBatchNorm(BatchNorm):
     """Batch normalisation over the batches of all ranks, as if they were one.
@@ -55,12 +53,10 @@ class SyncBatchNorm(BatchNorm):
     def _keras_dist_check(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "a batch with at least two dimensions",
-                    f"shape {tuple(input.shape)}",
-                    "Pass an input of shape (batch, features, ...).",
-                )
+                runtime.where(),
+                "a batch with at least two dimensions",
+                f"shape {tuple(input.shape)}",
+                "Pass an input of shape (batch, features, ...).",
             )
 
     def _update_running_stats(self, mean: Any, variance: Any, count: float) -> None:

@@ -19,8 +19,6 @@ from keras_dist.torch.compressors import Compression
 from keras_dist.torch.gradients import Gradients
 from keras_dist.torch.reduce_ops import allreduce
 
-__all__ = ["DistributedOptimizer"]
-
 
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
@@ -127,20 +125,13 @@ class _Distributed:
             self._skips = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets the number of backward passes before a reduction, from the next step on.
-
-        Args:
-            passes: 1 or more.
-        """
+        """Sets the number of backward passes before a reduction, from the next step on."""
         self._keras_dist.passes = parse_passes(passes, runtime.where())
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, as the class of the optimizer does.
 
         The backward passes of an incomplete step are dropped.
-
-        Raises:
-            UsageError: a reduction of the gradients is in progress.
         """
         self._keras_dist.drop_passes()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
@@ -216,12 +207,7 @@ def _distributed_class(base: Any) -> Any:
 def _checked_names(
     optimizer: torch.optim.Optimizer, named_parameters: Any, where: str
 ) -> dict[int, str]:
-    """Returns the name of each parameter by its `id`.
-
-    Raises:
-        ArgumentTypeError: an element is not a pair.
-        ArgumentError: a name is duplicate, or a parameter has no name.
-    """
+    """Returns the name of each parameter by its `id`."""
     if named_parameters is None:
         return {}
     pairs = list(named_parameters)
@@ -230,14 +216,14 @@ def _checked_names(
     wrong = next((p for p in pairs if not isinstance(p, tuple) or len(p) != 2), None)
     if wrong is not None:
         received = type(wrong).__name__
-        raise errors.ArgumentTypeError(errors.explain(where, expected, received, remedy))
+        raise errors.ArgumentTypeError(where, expected, received, remedy)
     counts = collections.Counter(name for name, _ in pairs)
     duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:
         expected = "each name once in named_parameters"
         received = f"{', '.join(duplicates)} twice"
         remedy = "Add a prefix to the names of each model."
-        raise errors.ArgumentError(errors.explain(where, expected, received, remedy))
+        raise errors.ArgumentError(where, expected, received, remedy)
     names = {id(parameter): name for name, parameter in pairs}
     unnamed = [p for p in _parameters_of(optimizer) if id(p) not in names]
     if unnamed:
@@ -245,5 +231,5 @@ def _checked_names(
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unnamed)
         received = f"none for {len(unnamed)}, of shape {shapes}"
         remedy = "Omit named_parameters, or name all parameters."
-        raise errors.ArgumentError(errors.explain(where, expected, received, remedy))
+        raise errors.ArgumentError(where, expected, received, remedy)
     return names

@@ -19,8 +19,6 @@ from keras_dist.torch.sync_ops import reduce_scatter_tensors, reduce_tensor, red
 
 NO_WIRE = wire_of(Compression.none)
 
-__all__ = ["allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter"]
-
 
 @raises_on_all
 @described_by(ops.allreduce)

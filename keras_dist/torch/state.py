@@ -11,14 +11,6 @@ from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.torch import sync_ops
 
-__all__ = [
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "join",
-]
-
 
 @raises_on_all
 def broadcast_parameters(
@@ -44,12 +36,10 @@ def broadcast_parameters(
     pairs = list(params) if isinstance(params, Iterable) else [params]
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise errors.ArgumentTypeError(
-            errors.explain(
-                runtime.where(),
-                "params to be model.state_dict() or model.named_parameters()",
-                type(params).__name__,
-                "Pass one of them: model.parameters() has no names.",
-            )
+            runtime.where(),
+            "params to be model.state_dict() or model.named_parameters()",
+            type(params).__name__,
+            "Pass one of them: model.parameters() has no names.",
         )
     tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
     names = ", ".join(name for name, _ in tensors)
@@ -80,7 +70,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         expected = "an optimizer whose state does not depend on the gradients of its rank"
         remedy = "Create a new LBFGS on all ranks."
-        raise errors.ArgumentError(errors.explain(runtime.where(), expected, "LBFGS", remedy))
+        raise errors.ArgumentError(runtime.where(), expected, "LBFGS", remedy)
     state = optimizer.state_dict()
     tensors = list(_tensors_in(state))
     skeleton, specs = broadcast_object(

@@ -26,26 +26,6 @@ from keras_dist.ops.reduction_arguments import Reduction
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "allreduce_",
-    "alltoall",
-    "broadcast",
-    "broadcast_",
-    "broadcast_all",
-    "exchange_rows",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_reducescatter",
-    "reduce_scatter_tensors",
-    "reduce_tensor",
-    "reduce_tensors",
-    "reducescatter",
-    "sparse_allreduce",
-]
-
 Tensors = Sequence[torch.Tensor]
 
 
@@ -61,12 +41,7 @@ def reduce_tensors(reduction: Reduction, *tensors: torch.Tensor) -> tuple[torch.
 
 
 def reduce_tensor(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
-    """Reduces a tensor. Collective: see `keras_dist.allreduce`.
-
-    Args:
-        tensor: the tensor.
-        *options: the fields of a `Reduction`.
-    """
+    """Reduces a tensor. Collective: see `keras_dist.allreduce`."""
     if is_on_device(tensor):
         return reduce_tensors(Reduction(*options), tensor)[0]
     return to_torch(ops.allreduce(to_numpy(tensor), *options), tensor)

@@ -6,13 +6,11 @@ from typing import Any
 
 from keras_dist import _engine, errors, runtime
 
-__all__ = ["on_every_rank", "refused"]
-
 
 def refused(layer: Any, expected: str, received: str) -> errors.ArgumentError:
     """Returns the error about a layer or its data."""
     remedy = f"Pass data as for {type(layer).__name__}.adapt, and None on ranks without data."
-    return errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
+    return errors.ArgumentError(runtime.where(), expected, received, remedy)
 
 
 @contextlib.contextmanager

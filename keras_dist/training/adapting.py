@@ -16,8 +16,6 @@ from keras_dist.training.bin_boundaries import adapt_bins
 from keras_dist.training.layer_tables import is_lookup
 from keras_dist.training.moments import adapt_moments, is_array
 
-__all__ = ["adapt"]
-
 TOKENS = "the counts of tokens"
 
 
@@ -82,13 +80,11 @@ def _way_of(layer: Any) -> Callable[..., None]:
             return _adapt_lookup
     kind = "with an adapt of its own" if has_own else "which has no adapt"
     raise errors.ArgumentError(
-        errors.explain(
-            runtime.where(),
-            "a preprocessing layer of Keras with adapt, such as Normalization or TextVectorization",
-            f"{type(layer).__name__}, {kind}",
-            "Call its adapt on rank 0 with the data of all ranks: the broadcast at the start of "
-            "fit carries what the layer saves.",
-        )
+        runtime.where(),
+        "a preprocessing layer of Keras with adapt, such as Normalization or TextVectorization",
+        f"{type(layer).__name__}, {kind}",
+        "Call its adapt on rank 0 with the data of all ranks: the broadcast at the start of "
+        "fit carries what the layer saves.",
     )
 
 

@@ -15,8 +15,6 @@ from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.training.adapt_errors import on_every_rank, refused
 from keras_dist.training.moments import as_numpy, is_array
 
-__all__ = ["adapt_bins"]
-
 SIGN = np.uint32(1 << 31)
 
 
@@ -96,13 +94,7 @@ def _sorted_keys(values: np.ndarray) -> np.ndarray:
 def _select(
     keys: np.ndarray, places: np.ndarray, added: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Returns the float32 numbers at places of the sorted keys of all ranks, bit by bit.
-
-    Args:
-        keys: the sorted keys of this rank.
-        places: places in the sorted keys of all ranks.
-        added: returns the sum of an array over all ranks.
-    """
+    """Returns the float32 numbers at places of the sorted keys of all ranks, bit by bit."""
     found = np.zeros(places.shape, np.uint32)
     for bit in range(31, -1, -1):
         tried = found | np.uint32(1 << bit)

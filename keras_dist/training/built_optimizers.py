@@ -25,8 +25,6 @@ from keras_dist.training.model_state import (
     to_numpy,
 )
 
-__all__ = ["build", "describe", "difference", "merge", "reset_undescribed", "variables_of"]
-
 # For each optimizer of a model, itself and its inner optimizers: (indices, number of variables).
 Described = list[list[tuple[list[int | None] | None, int]]]
 
@@ -84,15 +82,7 @@ def difference(model: keras.Model, described: Described) -> str | None:
 
 
 def variables_of(model: keras.Model, described: Described) -> list[Any]:
-    """Returns the state variables of a model that existed when it was described.
-
-    Args:
-        model: a built Keras model; its described optimizers are built.
-        described: from `describe`.
-
-    Returns:
-        List of Keras variables, in the order of the described model.
-    """
+    """Returns the state variables of a model that existed when it was described."""
     variables = list(model.weights)
     for family, members in zip_longest(families(model), described, fillvalue=()):
         for member, (built_for, count) in zip(

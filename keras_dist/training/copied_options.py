@@ -18,8 +18,6 @@ from keras_dist._compat.keras.optimizers import make_unpickler
 from keras_dist.training import saved_options
 from keras_dist.training.model_state import keras_variables
 
-__all__ = ["KeepsOptions", "base_of", "derived", "plain_config", "text_in"]
-
 
 class KeepsOptions:
     """Base mixin of optimizers whose copies have the same options; precedes the user's class."""
@@ -50,11 +48,7 @@ class KeepsOptions:
         return make_unpickler(base_of(type(self))), arguments
 
     def save_assets(self, directory: str) -> None:
-        """Writes the options. Keras calls this method when it saves a model.
-
-        Args:
-            directory: the directory of the optimizer's assets.
-        """
+        """Writes the options. Keras calls this method when it saves a model."""
         if hasattr(super(), "save_assets"):
             super().save_assets(directory)  # type: ignore[misc]
         pathlib.Path(directory, saved_options.FILE).write_text(self._keras_dist_text())

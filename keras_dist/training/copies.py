@@ -21,8 +21,6 @@ from keras_dist.training.distributed import attach
 from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.model_state import optimizers_inside
 
-__all__ = ["complete", "forget", "saved_text", "watch_copies", "watch_files"]
-
 # Attribute of a copy: the text of its options.
 SAVED = "_keras_dist_saved"
 
@@ -111,17 +109,7 @@ def forget(optimizer: Any) -> None:
 
 
 def complete(optimizer: Any, model: keras.Model | None = None) -> None:
-    """Makes a copy distributed with its options. Other optimizers are unchanged.
-
-    Args:
-        optimizer: a Keras optimizer.
-        model: the model that it trains; `None` in a custom loop.
-
-    Raises:
-        ArgumentError: a process set or a compression of the options does not exist.
-        CheckpointError: a variable or a layer that the options name does not exist.
-        UsageError: the options name layers without variables, and the model is not known.
-    """
+    """Makes a copy distributed with its options. Other optimizers are unchanged."""
     text = saved_text(optimizer)
     if text is None:
         return

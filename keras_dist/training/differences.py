@@ -6,8 +6,6 @@ import numpy as np
 
 from keras_dist import _engine
 
-__all__ = ["DIGEST_NBYTES", "described", "differing"]
-
 DIGEST_NBYTES = 16
 
 
@@ -15,7 +13,6 @@ def differing(comm: _engine.Communicator, digests: Sequence[bytes]) -> dict[int,
     """Returns the ranks that differ from rank 0, by index of the digest.
 
     Args:
-        comm: the ranks.
         digests: `DIGEST_NBYTES` bytes for each variable and layer.
     """
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, DIGEST_NBYTES)

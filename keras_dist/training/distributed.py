@@ -38,8 +38,6 @@ from keras_dist.training.sharding import Sharded, convert
 from keras_dist.training.sharding_checks import check_no_local_variables
 from keras_dist.training.update_check import Update, check_independent, check_reduced
 
-__all__ = ["attach", "distributed_optimizers", "is_distributed", "variables_of_rank"]
-
 # The distributed optimizers of this process.
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -100,37 +98,20 @@ class _Distributed(UpdateHook, KeepsOptions):
 
         Call it on every rank before training. `BroadcastGlobalVariablesCallback` has a method of
         the same name, which excludes the variable from the broadcast.
-
-        Args:
-            variable: a variable that the optimizer updates, or a Keras variable that is not
-                trainable, which is excluded from the broadcast alone. On TensorFlow, the
-                `tf.Variable` that a Keras variable holds stands for one that is trainable.
-
-        Raises:
-            ArgumentTypeError: `variable` is not a variable.
-            ArgumentError: the update of one variable depends on the gradients of others, as with
-                `global_clipnorm` or a loss scale: shared variables would diverge.
         """
         if not is_variable(variable):
             raise errors.ArgumentTypeError(
-                errors.explain(
-                    runtime.where(),
-                    "a Keras variable or a tf.Variable",
-                    f"{variable!r} of type {type(variable).__name__}",
-                    "Pass for example layer.kernel. To exclude layers, pass local_layers=.",
-                )
+                runtime.where(),
+                "a Keras variable or a tf.Variable",
+                f"{variable!r} of type {type(variable).__name__}",
+                "Pass for example layer.kernel. To exclude layers, pass local_layers=.",
             )
         check_independent(self, "local variables")
         check_no_local_variables(self._keras_dist.options, runtime.where())
         self._keras_dist.registered.append(variable)
 
     def apply(self, grads: Any, trainable_variables: Any = None, *rest: Any, **options: Any) -> Any:
-        """Updates variables with reduced gradients. See `keras.optimizers.Optimizer`.
-
-        Raises:
-            ArgumentError: the numbers of gradients and variables differ.
-            BackendError: the gradients were not reduced before the update.
-        """
+        """Updates variables with reduced gradients. See `keras.optimizers.Optimizer`."""
         given = [] if trainable_variables is None else [list(trainable_variables)]
         of = given[0] if given else trained_by(self)
         plain = super().apply  # type: ignore[misc]

@@ -13,8 +13,6 @@ from keras_dist.data import epochs
 from keras_dist.data.equal_batches import shapes_of_batches
 from keras_dist.data.kinds import is_tf_dataset
 
-__all__ = ["agree_on_fit"]
-
 OPERATION = "the begin of fit with the callbacks of keras_dist"
 AGREES = "AgreeOnStoppingCallback"
 # Callbacks that act on the decisions of others, which run before them.
@@ -34,18 +32,10 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
 
     Collective: every rank; blocks.
 
-    Args:
-        arguments: the arguments of `fit` by name, defaults included; `callbacks` is reordered.
-
     Returns:
         Whether the data of all ranks has been sharded by `keras_dist.data`; `True` without
         callbacks of keras_dist. And whether the batches of all ranks are known to have equal shapes
         in each step; `False` without these callbacks.
-
-    Raises:
-        MismatchError: arguments differ; raised on every rank, with the same message.
-        DataError: several ranks of a host write the cache of their data in one file; raised on
-            every rank.
     """
     ours = [
         name for callback in _flat(arguments["callbacks"]) if (name := _name(callback)) is not None
@@ -61,12 +51,10 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
         for name, expected in plans[0].items():
             if plan.get(name) != expected:
                 raise errors.MismatchError(
-                    errors.explain(
-                        f"[rank {rank} of {comm.size}]",
-                        f"{name}={expected} in fit as on rank 0",
-                        f"{name}={plan.get(name)}",
-                        SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
-                    )
+                    f"[rank {rank} of {comm.size}]",
+                    f"{name}={expected} in fit as on rank 0",
+                    f"{name}={plan.get(name)}",
+                    SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                 )
     _check_cache_files([held for *_, files in gathered for held in files])
     if any(asks for _, _, asks, _ in gathered):
@@ -97,11 +85,7 @@ def _check_cache_files(held: list[Any]) -> None:
 
 
 def _put_in_order(arguments: dict[str, Any]) -> bool:
-    """Moves the callbacks of `LAST` behind callbacks that the user appended.
-
-    Returns:
-        Whether an appended callback may stop training after a batch.
-    """
+    """Moves the callbacks of `LAST` behind callbacks that the user appended."""
     flat = _flat(arguments["callbacks"])
     found = [index for index, callback in enumerate(flat) if _name(callback) == AGREES]
     appended = [c for c in flat[found[-1] :] if _name(c) not in LAST] if found else []

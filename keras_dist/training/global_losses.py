@@ -24,13 +24,6 @@ from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.step_reductions import reduce_over_ranks
 
-__all__ = [
-    "Step",
-    "loss_scale",
-    "with_rows",
-    "within",
-]
-
 
 def loss_scale(denominator: Any, process_set: ProcessSet | None = None) -> Any:
     """Returns the factor by which a rank multiplies a mean loss before gradients are averaged.
@@ -77,12 +70,7 @@ class Step:
     """What the losses in a train or test step must know.
 
     Args:
-        reduction: the reduction of the gradients.
         equal_batches: whether the batches of all ranks have equal shapes in each step.
-        evaluates: in a test step, returns on the host whether the ranks evaluate together. Defaults
-            to `None`: a train step.
-        rows: the rows of the batch of this rank and of all ranks, and the number of ranks, where
-            they are exchanged before the step. Defaults to `None`: each loss exchanges.
     """
 
     reduction: GradientReduction
@@ -264,11 +252,7 @@ def _summed(
 
 
 def _check_equal(denominators: Sequence[Any], step: Step) -> None:
-    """Checks in the step that all ranks divide their losses by the same numbers.
-
-    Raises:
-        ArgumentError: they do not; raised on every rank.
-    """
+    """Checks in the step that all ranks divide their losses by the same numbers."""
     count, process_set = len(denominators), step.reduction.options.process_set
 
     def check(bounds: np.ndarray) -> np.ndarray:
@@ -278,13 +262,11 @@ def _check_equal(denominators: Sequence[Any], step: Step) -> None:
         for least, most in zip(-found[count:], found[:count], strict=True):
             if least != most:
                 raise errors.ArgumentError(
-                    errors.explain(
-                        runtime.where(),
-                        "as many samples or weights in a loss on every rank, with Adasum",
-                        f"from {least:g} to {most:g}",
-                        "Use op=Average, which weighs the ranks by them, or equal batches without "
-                        "masks.",
-                    )
+                    runtime.where(),
+                    "as many samples or weights in a loss on every rank, with Adasum",
+                    f"from {least:g} to {most:g}",
+                    "Use op=Average, which weighs the ranks by them, or equal batches without "
+                    "masks.",
                 )
         return found
 

@@ -17,19 +17,12 @@ from keras_dist.training.model_state import variable_name
 from keras_dist.training.rank_gradients import RankGradients, key_of
 from keras_dist.training.step_reductions import reduce_over_ranks
 
-__all__ = ["GradientReduction", "check_not_reduced", "mark_reduced"]
-
 # Attribute of gradients that a tape has reduced.
 REDUCED = "_keras_dist_reduced"
 
 
 class GradientReduction:
-    """The gradient reduction of one optimizer; caches its plans.
-
-    Args:
-        options: the reduction options.
-        local_layers: layers whose variables are local to each rank.
-    """
+    """The gradient reduction of one optimizer; caches its plans."""
 
     def __init__(self, options: ReductionOptions, local_layers: Sequence[keras.Layer] = ()):
         self.options = options
@@ -46,11 +39,7 @@ class GradientReduction:
         self._compared_by: Any = None
 
     def communicator(self) -> _engine.Communicator | None:
-        """Returns the communicator of the reduction; `None` if this rank reduces with no other.
-
-        Raises:
-            ArgumentError: the process set was removed.
-        """
+        """Returns the communicator of the reduction; `None` if this rank reduces with no other."""
         if not runtime.includes_me(self.options.process_set):
             return None
         comm = self.options.ranks()
@@ -69,21 +58,6 @@ class GradientReduction:
         compiled step that lacks a gradient asks the other ranks once, when it is traced.
 
         Collective: the ranks that reduce; blocks.
-
-        Args:
-            gradients: one gradient of this rank for each variable, or `None`.
-            variables: the variables, in the same order.
-            use: a function of gradients and variables; called again if the ranks differ. What it
-                does before it reduces must have no effect.
-            known: all variables of the optimizer: those that are not in `variables` have no
-                gradient on this rank. Defaults to `variables`.
-
-        Returns:
-            The result of `use`.
-
-        Raises:
-            ArgumentError: a local variable is not among the variables.
-            MismatchError: the variables of the ranks differ, or a compiled step lacks a gradient.
         """
         _check_counts(gradients, variables)
         comm, known = self.communicator(), known or variables
@@ -130,17 +104,7 @@ class GradientReduction:
     def __call__(
         self, gradients: Sequence[Any], variables: Sequence[Any], when: Any = None
     ) -> list[Any]:
-        """Reduces the gradients of variables; `None` stays `None`. See `with_missing`.
-
-        Args:
-            gradients: one gradient of this rank for each variable, or `None`.
-            variables: the variables, in the same order.
-            when: see `Backend.reduce_gradients`.
-
-        Raises:
-            ArgumentError: a tape has reduced the gradients already, or the numbers of gradients
-                and variables differ.
-        """
+        """Reduces the gradients of variables; `None` stays `None`. See `with_missing`."""
         comm = self.communicator()
         self.has_reduced = True
         check_not_reduced(gradients)
@@ -188,9 +152,6 @@ class GradientReduction:
         """Reduces gradients that Keras assigns to their variables, by the maximum over the ranks.
 
         These are the amax history and the scales of float8 layers. Other gradients are unchanged.
-
-        Raises:
-            ArgumentError: the numbers of gradients and variables differ.
         """
         _check_counts(gradients, variables)
         result = list(gradients)
@@ -235,11 +196,7 @@ class GradientReduction:
         ]
 
     def _local_keys(self, known: Sequence[Any] | None = None) -> set[int]:
-        """Returns the keys of the local variables.
-
-        Raises:
-            ArgumentError: a trainable one that was registered is not among the known variables.
-        """
+        """Returns the keys of the local variables."""
         keys = {key_of(variable) for variable in known or ()}
         # Of variables that are not trainable, registration ends the broadcast alone.
         expected = self.registered if known is not None else ()
@@ -247,12 +204,10 @@ class GradientReduction:
         wrong = [v for v in missing if not isinstance(v, keras.Variable) or v.trainable]
         if wrong:
             raise errors.ArgumentError(
-                errors.explain(
-                    runtime.where(),
-                    "local variables to be among the variables of the gradients",
-                    f"{variable_name(wrong[0])!r}, which is not among {len(keys)}",
-                    "Register the variables that the optimizer updates.",
-                )
+                runtime.where(),
+                "local variables to be among the variables of the gradients",
+                f"{variable_name(wrong[0])!r}, which is not among {len(keys)}",
+                "Register the variables that the optimizer updates.",
             )
         return {key_of(variable) for variable in self.local_variables()}
 
@@ -298,31 +253,23 @@ def mark_reduced(gradients: list[Any]) -> list[Any]:
 
 
 def check_not_reduced(gradients: Sequence[Any]) -> None:
-    """Checks that no tape has reduced the gradients.
-
-    Raises:
-        ArgumentError: the gradients would be reduced twice.
-    """
+    """Checks that no tape has reduced the gradients."""
     if any(getattr(gradient, REDUCED, False) for gradient in gradients):
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                "gradients of this rank alone, which this optimizer reduces",
-                "gradients that a DistributedGradientTape has reduced",
-                "Use the tape with a plain optimizer, or this optimizer with a plain tape.",
-            )
+            runtime.where(),
+            "gradients of this rank alone, which this optimizer reduces",
+            "gradients that a DistributedGradientTape has reduced",
+            "Use the tape with a plain optimizer, or this optimizer with a plain tape.",
         )
 
 
 def _check_counts(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     if len(gradients) != len(variables):
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"a gradient or None for each of {len(variables)} variables",
-                f"{len(gradients)} gradients",
-                "Pass the variables of the gradients, in the same order.",
-            )
+            runtime.where(),
+            f"a gradient or None for each of {len(variables)} variables",
+            f"{len(gradients)} gradients",
+            "Pass the variables of the gradients, in the same order.",
         )
 
 

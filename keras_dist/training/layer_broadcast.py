@@ -9,8 +9,6 @@ from keras_dist import _engine, errors
 from keras_dist.training import layer_state
 from keras_dist.training.differences import described, differing
 
-__all__ = ["ADAPT", "broadcast_layers"]
-
 LAYERS = "the broadcast of the layers of a model"
 ADAPT = (
     "Adapt the layer with keras_dist.adapt, or on the root before the broadcast; pass the same "
@@ -25,15 +23,6 @@ def broadcast_layers(
     """Broadcasts what layers keep besides their variables, which are set in this context.
 
     Collective: the ranks of `comm`; blocks.
-
-    Args:
-        comm: the communicator.
-        model: a built Keras model.
-        root_rank: the rank, in the job, whose state is broadcast.
-
-    Raises:
-        MismatchError: a layer cannot take the state; or layers hold constants that differ and do
-            not follow from it; raised on every rank.
     """
     if not layer_state.is_stateful(model):
         yield
@@ -70,4 +59,4 @@ def _check_layers_alike(comm: _engine.Communicator, model: keras.Model) -> None:
     if different := differing(comm, [digest for _, digest in found]):
         expected = f"the layers of model {model.name!r} to compute with the same on all ranks"
         text = described([name for name, _ in found], different)
-        raise errors.MismatchError(errors.explain(comm.where(), expected, text, ADAPT))
+        raise errors.MismatchError(comm.where(), expected, text, ADAPT)

@@ -25,20 +25,6 @@ from keras_dist.training.differences import DIGEST_NBYTES
 from keras_dist.training.model_state import local_variables, to_numpy
 from keras_dist.training.traced_steps import retrace
 
-__all__ = [
-    "Kept",
-    "digests",
-    "is_stateful",
-    "pack",
-    "read",
-    "refresh",
-    "retrace_if_changed",
-    "unpack",
-    "without_local",
-    "write",
-    "write_tables",
-]
-
 # What each layer with such state keeps: arrays by kind and key, in the order of the layers.
 Kept = Sequence[dict[str, np.ndarray]]
 
@@ -64,11 +50,7 @@ def read(model: keras.Model) -> list[dict[str, np.ndarray]]:
 
 
 def write_tables(model: keras.Model, kept: Kept) -> None:
-    """Sets vocabularies and boundaries of bins, which do not depend on variables.
-
-    Raises:
-        ValueError: a layer cannot take them.
-    """
+    """Sets vocabularies and boundaries of bins, which do not depend on variables."""
     for layer, mine in zip(_layers(model), kept, strict=True):
         try:
             if layer_tables.is_table(layer):
@@ -78,15 +60,7 @@ def write_tables(model: keras.Model, kept: Kept) -> None:
 
 
 def refresh(model: keras.Model, kept: Kept | None = None) -> None:
-    """Sets the state of users' layers, and derives constants anew, after variables were set.
-
-    Args:
-        model: the model.
-        kept: from `read`. Defaults to `None`: as it is, for layers that derive from it.
-
-    Raises:
-        ValueError: a method of a layer has failed.
-    """
+    """Sets the state of users' layers, and derives constants anew, after variables were set."""
     every = _layers(model)
     for layer, mine in zip(every, read(model) if kept is None else kept, strict=True):
         try:
@@ -101,15 +75,7 @@ def refresh(model: keras.Model, kept: Kept | None = None) -> None:
 
 
 def write(model: keras.Model, kept: Kept | None) -> None:
-    """Sets what the layers of a model keep, after its variables were set.
-
-    Args:
-        model: the model.
-        kept: from `read`; `None` for state from a file that has none.
-
-    Raises:
-        ValueError: a layer cannot take its state, or the state is of another model.
-    """
+    """Sets what the layers of a model keep, after its variables were set."""
     if kept is not None:
         if len(kept) != len(_layers(model)):
             what = "layers with state besides variables"

@@ -7,8 +7,6 @@ from typing import Any
 import keras
 import numpy as np
 
-__all__ = ["described", "is_lookup", "is_table", "read", "write"]
-
 VOCABULARY, WEIGHTS, BINS = "vocabulary", "idf weights", "bins"
 
 # What was read of a lookup, with its table and weights, which Keras replaces when they change.

@@ -19,20 +19,11 @@ from keras_dist.training.distributed import attach, is_distributed
 from keras_dist.training.sharding_checks import check_unscaled
 from keras_dist.training.update_check import check_independent
 
-__all__ = ["move_outwards", "watch_loss_scales"]
-
 
 def move_outwards(optimizer: Any) -> bool:
     """Moves the reduction from an inner optimizer to the `LossScaleOptimizer` around it.
 
     Under `mixed_float16`, `compile` wraps the user's optimizer. Other optimizers are unchanged.
-
-    Returns:
-        Whether a reduction was moved.
-
-    Raises:
-        ArgumentError: the reduction has local variables or shards the state of the optimizer,
-            which a loss scale does not permit.
     """
     inner = inner_optimizer(optimizer)
     complete(inner)

@@ -16,8 +16,6 @@ import numpy as np
 
 from keras_dist.training.model_state import to_numpy
 
-__all__ = ["UnmergeableMetric", "behaviours", "reset_values"]
-
 BATCHES, SAMPLES = 3, 4  # the number of batches, and of samples in each
 SHIFTS = (0, -1000, 2, 1000)  # of a state after a reset
 
@@ -27,15 +25,7 @@ class UnmergeableMetric(Exception):
 
 
 def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[str]:
-    """Returns for each variable whether it is a `"sum"`, a `"max"` or a `"min"` over samples.
-
-    Args:
-        metric: a built metric, which does not change.
-        variables: variables of the metric.
-
-    Raises:
-        UnmergeableMetric: a variable is none of these, or there is state outside of variables.
-    """
+    """Returns for each variable whether it is a `"sum"`, a `"max"` or a `"min"` over samples."""
     twin = _twin(metric, {})
     before = _twin(twin, {})
     reset = list(reset_values(twin).values())
@@ -54,9 +44,6 @@ def reset_values(metric: keras.metrics.Metric) -> dict[int, np.ndarray]:
     """Returns the value of each variable of a metric after a reset, by the id of the variable.
 
     The value is 0 for a variable that `reset_state` does not set. The metric does not change.
-
-    Raises:
-        UnmergeableMetric: `reset_state` failed.
     """
     zeros = [(v, keras.ops.zeros(v.shape, v.dtype)) for v in metric.variables]
     try:

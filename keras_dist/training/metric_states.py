@@ -16,8 +16,6 @@ from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.training.metric_probe import UnmergeableMetric, behaviours, reset_values
 from keras_dist.training.model_state import to_numpy
 
-__all__ = ["DECLARED", "MERGES", "MetricState", "merged_states", "states_of", "unmergeable"]
-
 #: the reduction of each way to merge states
 MERGES = {
     "sum": _engine.ReduceOp.SUM,
@@ -41,13 +39,7 @@ AGGREGATIONS = {"mean": "mean", "only_first_replica": "first"}
 
 @dataclasses.dataclass(frozen=True)
 class MetricState:
-    """A variable of a metric.
-
-    Args:
-        variable: the variable.
-        how: a key of `MERGES`.
-        reset: its value after a reset, which a sum counts once; `None` for 0.
-    """
+    """A variable of a metric."""
 
     variable: Any
     how: str
@@ -144,11 +136,7 @@ def _plan(metric: Any) -> list[MetricState] | str:
 
 
 def _states(metric: Any, declared_outside: Any) -> Iterator[MetricState]:
-    """Yields the states of a metric and of those in it.
-
-    Raises:
-        UnmergeableMetric: a state cannot be merged.
-    """
+    """Yields the states of a metric and of those in it."""
     _check_names(metric)
     declared = vars(metric).get(DECLARED, declared_outside)
     own = own_variables(metric)
@@ -183,12 +171,10 @@ def _check_names(metric: Any) -> None:
     names = {variable.name for variable in metric.variables}
     if isinstance(declared, dict) and not declared.keys() <= names:
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"variables of metric {metric.name!r}: {', '.join(sorted(names))}",
-                ", ".join(sorted(declared.keys() - names)),
-                "Pass names of its variables to keras_dist.metrics.merge.",
-            )
+            runtime.where(),
+            f"variables of metric {metric.name!r}: {', '.join(sorted(names))}",
+            ", ".join(sorted(declared.keys() - names)),
+            "Pass names of its variables to keras_dist.metrics.merge.",
         )
 
 

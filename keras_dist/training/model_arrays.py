@@ -20,8 +20,6 @@ from keras_dist.training.model_state import (
 )
 from keras_dist.training.sharded_state import assign, shape_of, whole_value
 
-__all__ = ["describe", "fit_to", "restore", "restore_layers", "write", "write_layers"]
-
 INTEGER = re.compile(r"u?int\d+")
 SEED = "seed"  # prefix of the names of random states; names of variables are indices
 LAYERS = "layers"  # name of what layers keep besides their variables
@@ -44,16 +42,7 @@ def write_layers(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def restore_layers(model: keras.Model, file: Mapping[str, np.ndarray], is_root: bool) -> None:
-    """Restores what layers keep; derives constants from variables, which are restored.
-
-    Args:
-        model: a built model.
-        file: arrays by name; those of earlier versions have none of layers.
-        is_root: whether this rank takes the state of layers that are local to each rank.
-
-    Raises:
-        ValueError: a layer cannot take its state.
-    """
+    """Restores what layers keep; derives constants from variables, which are restored."""
     kept = layer_state.unpack(file[LAYERS]) if LAYERS in file else None
     if kept is not None and not is_root:
         kept = layer_state.without_local(model, kept)
@@ -71,17 +60,7 @@ def describe(model: keras.Model, about: dict[str, Any]) -> list[Any]:
 def restore(
     model: keras.Model, about: Mapping[str, Any], file: Mapping[str, np.ndarray], path: pathlib.Path
 ) -> None:
-    """Restores the variables of a model from a backup, and builds its optimizers.
-
-    Args:
-        model: a built model.
-        about: JSON of the backup.
-        file: arrays of the backup by name.
-        path: path of the backup, for messages.
-
-    Raises:
-        CheckpointError: the model is not built, or the backup is of another model.
-    """
+    """Restores the variables of a model from a backup, and builds its optimizers."""
     held = fit_to(model, about, path)
     for name, variable in _named(held, model):
         value = file[name].view(to_numpy(variable).dtype).reshape(shape_of(variable))
@@ -95,16 +74,6 @@ def fit_to(
     """Builds the optimizers of a model as described and returns the described variables.
 
     Optimizer variables that are not described get their initial values.
-
-    Args:
-        model: a built model.
-        about: JSON with the description, from `describe`.
-        path: path of the file that has it, for messages.
-        any_integers: whether an integer may have another number of bits: those of Keras' counters
-            depend on the backend. Defaults to `False`.
-
-    Raises:
-        CheckpointError: the model is not built, or another model is described.
     """
     _check_built(model, path)
     described = about.get("optimizers") or built_optimizers.describe(model)
@@ -132,12 +101,10 @@ def _named(held: Sequence[Any], model: keras.Model) -> list[tuple[str, Any]]:
 def _check_built(model: keras.Model, path: pathlib.Path) -> None:
     if not has_weights(model):
         raise errors.CheckpointError(
-            errors.explain(
-                runtime.where(),
-                f"model {model.name!r} to be built, to restore {path}",
-                "a model that is not built",
-                "Build the model before fit: model.build(input_shape), or call it on a batch.",
-            )
+            runtime.where(),
+            f"model {model.name!r} to be built, to restore {path}",
+            "a model that is not built",
+            "Build the model before fit: model.build(input_shape), or call it on a batch.",
         )
 
 
@@ -157,14 +124,12 @@ def _check(
         return
     (expected, *kind), (received, *other) = different
     raise errors.CheckpointError(
-        errors.explain(
-            runtime.where(),
-            f"the {len(mine)} variables of this model and its optimizer in the backup {path}, "
-            f"with {expected!r} of shape {kind[0]} and dtype {kind[1]}",
-            f"{len(written)} variables, with {received!r} of shape {other[0]} and dtype "
-            f"{other[1]} instead",
-            versioned_backups.REMEDY,
-        )
+        runtime.where(),
+        f"the {len(mine)} variables of this model and its optimizer in the backup {path}, "
+        f"with {expected!r} of shape {kind[0]} and dtype {kind[1]}",
+        f"{len(written)} variables, with {received!r} of shape {other[0]} and dtype "
+        f"{other[1]} instead",
+        versioned_backups.REMEDY,
     )
 
 

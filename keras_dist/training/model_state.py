@@ -14,29 +14,6 @@ from keras_dist import _backends
 from keras_dist._compat.keras import models, optimizer_state
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
 
-__all__ = [
-    "SKIPPING",
-    "SLICE",
-    "accumulators",
-    "bytes_of",
-    "families",
-    "has_weights",
-    "host_array",
-    "keep_local",
-    "keras_variables",
-    "local_variables",
-    "optimizers_inside",
-    "optimizers_of",
-    "random_states",
-    "replicated_variables",
-    "shared_state",
-    "slice_of",
-    "state",
-    "to_numpy",
-    "value_of",
-    "variable_name",
-]
-
 # Attribute of a model that skips the first batches of a resumed epoch: a function that ends this.
 SKIPPING = "_keras_dist_skipping"
 # Attribute of a model: variables that are local besides those of its optimizers.
@@ -87,14 +64,7 @@ def has_weights(model: keras.Model) -> bool:
 
 
 def state(model: keras.Model) -> list[Any]:
-    """Returns the variables that must be equal on all ranks, each once.
-
-    Args:
-        model: a Keras model; an unbuilt optimizer has no slots yet.
-
-    Returns:
-        List of Keras variables, in the same order on every rank.
-    """
+    """Returns the variables that must be equal on all ranks, each once."""
     variables = list(model.weights)
     for optimizer in optimizers_of(model):
         variables.extend(optimizer.variables)

@@ -16,8 +16,6 @@ import numpy as np
 from keras_dist import _engine
 from keras_dist.training.adapt_errors import on_every_rank, refused
 
-__all__ = ["adapt_moments", "as_numpy", "is_array"]
-
 CHUNK = 1 << 20  # elements of an array that are converted to float64 at a time
 
 
@@ -97,7 +95,6 @@ def _axes(
     """Returns the axes that have moments of their own, and those that are reduced.
 
     Args:
-        layer: the layer.
         shapes: the shape of the first batch of each rank; `None` if it has no data.
     """
     known = [shape for shape in shapes if shape is not None]

@@ -24,8 +24,6 @@ from keras_dist.training.sharding_checks import (
 from keras_dist.training.trainer import watch_models
 from keras_dist.training.update_check import check_independent
 
-__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer"]
-
 
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
@@ -199,32 +197,23 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
     """Checks that `optimizer` is a Keras optimizer that is not distributed yet."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise errors.ArgumentTypeError(
-            errors.explain(
-                where,
-                "an instance of a Keras optimizer",
-                f"{optimizer!r} of type {type(optimizer).__name__}",
-                "Pass for example keras.optimizers.SGD(0.01), or keras.optimizers.get(...) of a "
-                "name or a configuration.",
-            )
+            where,
+            "an instance of a Keras optimizer",
+            f"{optimizer!r} of type {type(optimizer).__name__}",
+            "Pass for example keras.optimizers.SGD(0.01), or keras.optimizers.get(...) of a "
+            "name or a configuration.",
         )
     if any(map(is_distributed, [optimizer, *optimizers_inside(optimizer)])):
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "an optimizer that is not distributed yet",
-                f"a distributed {type(optimizer).__name__}",
-                "Wrap the optimizer once: wrapped twice, it would average twice.",
-            )
+            where,
+            "an optimizer that is not distributed yet",
+            f"a distributed {type(optimizer).__name__}",
+            "Wrap the optimizer once: wrapped twice, it would average twice.",
         )
 
 
 def _accumulate(optimizer: Any, passes: int, where: str) -> None:
-    """Sets `gradient_accumulation_steps` of the optimizer that applies gradients.
-
-    Raises:
-        ArgumentError: the optimizer accumulates another number of batches, is built without
-            accumulation, or is a `MultiOptimizer`.
-    """
+    """Sets `gradient_accumulation_steps` of the optimizer that applies gradients."""
     applying = innermost_optimizer(optimizer)
     given = applying.gradient_accumulation_steps
     # A loaded optimizer already accumulates as when it was saved.
@@ -245,4 +234,4 @@ def _accumulate(optimizer: Any, passes: int, where: str) -> None:
     else:
         applying.gradient_accumulation_steps = passes
         return
-    raise errors.ArgumentError(errors.explain(where, expected, received, remedy))
+    raise errors.ArgumentError(where, expected, received, remedy)

@@ -16,8 +16,6 @@ from keras_dist._compat.keras.models import has_mask, is_summed, outputs_of
 from keras_dist.training.stage_channel import StageChannel
 from keras_dist.training.update_check import check_independent
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """A model whose stages are on several ranks, for models too large for one device.
@@ -226,11 +224,7 @@ class Pipeline:
 
 
 def _given(batch: Any, name: str) -> Any:
-    """Returns an argument that this stage uses.
-
-    Raises:
-        ArgumentError: the argument is missing.
-    """
+    """Returns an argument that this stage uses."""
     if batch is None:
         remedy = "Pass x on the first stage and, to train, y on the last stage."
         raise _error(f"an array as {name} on this stage", "None", remedy)
@@ -276,4 +270,4 @@ def _check_unmasked(model: Any) -> None:
 
 def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
     where = f"{runtime.where()} keras_dist.Pipeline:"
-    return errors.ArgumentError(errors.explain(where, expected, received, remedy))
+    return errors.ArgumentError(where, expected, received, remedy)

@@ -11,8 +11,6 @@ from keras_dist.data.gathering import check_order, gather, in_order
 from keras_dist.data.whole_batches import Turns, in_turn
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = ["predict"]
-
 
 def predict(
     model: keras.Model,
@@ -115,11 +113,7 @@ def _report(results: list[Any], failure: Exception | None) -> _Report:
 
 
 def _check(reports: list[_Report]) -> None:
-    """Checks that no rank failed, and that there are predictions.
-
-    Raises:
-        DataError: otherwise; the same on all ranks.
-    """
+    """Checks that no rank failed, and that there are predictions."""
     size = len(reports)
     received, remedy = "", "See the traceback of that rank."
     failed = [(rank, text) for rank, (text, *_) in enumerate(reports) if text is not None]
@@ -128,16 +122,11 @@ def _check(reports: list[_Report]) -> None:
     elif all(specs is None for _, _, specs, _ in reports):
         where, received, remedy = runtime.where(), "data without a batch", "Pass more data."
     if received:
-        raise errors.DataError(errors.explain(where, "predictions for all data", received, remedy))
+        raise errors.DataError(where, "predictions for all data", received, remedy)
 
 
 def _order(counts: list[list[int]]) -> np.ndarray:
-    """Returns the indices that put rows in the order of the batches.
-
-    Args:
-        counts: number of rows of each batch of each rank. Batch i is of rank `i % size`, and rows
-            are in rank order.
-    """
+    """Returns the indices that put rows in the order of the batches."""
     starts = np.cumsum([0, *(sum(rows) for rows in counts[:-1])])
     ends = [start + np.cumsum([0, *rows]) for start, rows in zip(starts, counts, strict=True)]
     size = len(counts)

@@ -20,19 +20,12 @@ import numpy as np
 from keras_dist._compat.keras.seeds import drawn_seeds, global_generator
 from keras_dist.data.kinds import is_a
 
-__all__ = ["in_step", "restore", "seed_steps", "states", "steps_of"]
-
 # The states of torch's generators in the next train step; empty without a stream of steps.
 _torch_steps: dict[str, Any] = {}
 
 
 def states(data: Any = None) -> dict[str, Any]:
-    """Returns the states of all generators as JSON values.
-
-    Args:
-        data: the training data; a torch `DataLoader` may have its own generators. Defaults to
-            `None`.
-    """
+    """Returns the states of all generators as JSON values."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {"python": [version, _text(np.array(numbers, np.uint32)), gauss]}
     name, key, *more = np.random.get_state(legacy=True)
@@ -48,12 +41,7 @@ def states(data: Any = None) -> dict[str, Any]:
 
 
 def restore(states: Mapping[str, Any], data: Any = None) -> None:
-    """Restores the generators.
-
-    Args:
-        states: from `states`, of this or another process. Generators not in it are unchanged.
-        data: the training data.
-    """
+    """Restores the generators."""
     if "keras" in states:  # first: creating the generator draws its seed from Python's
         variable = global_generator()
         variable.assign(np.array(states["keras"], variable.dtype))

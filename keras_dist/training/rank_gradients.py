@@ -9,19 +9,9 @@ from keras_dist import _backends
 from keras_dist.training.model_state import variable_name
 from keras_dist.training.variable_keys import variable_keys
 
-__all__ = ["RankGradients", "key_of"]
-
 
 class RankGradients:
-    """The gradients of this rank, in the order of the variables of the optimizer.
-
-    Args:
-        gradients: see `GradientReduction.with_missing`.
-        variables: see there.
-        known: see there.
-        local: keys of local variables.
-        model: name of the model that is trained, if it is known.
-    """
+    """The gradients of this rank, in the order of the variables of the optimizer."""
 
     def __init__(
         self,

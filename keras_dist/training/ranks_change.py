@@ -8,8 +8,6 @@ from keras_dist import runtime
 from keras_dist.data import epochs
 from keras_dist.runtime import growth
 
-__all__ = ["RanksChange", "SharedState", "again_if_ranks_change", "count", "is_resuming", "resumed"]
-
 # What a process that joins needs besides the state of the fit: `epochs.history`, the positions from
 # which the ranks share out the data, and the ranks that are behind, see `epochs.reshard`.
 SharedState = tuple[list[epochs.Distribution], epochs.Positions, list[int]]
@@ -19,11 +17,7 @@ _fits = 0
 
 
 class RanksChange(Exception):
-    """Raised on every rank, out of `fit`: the ranks change, and the fit goes on in memory.
-
-    Args:
-        apply: changes the ranks. Collective: every rank so far; blocks.
-    """
+    """Raised on every rank, out of `fit`: the ranks change, and the fit goes on in memory."""
 
     def __init__(self, apply: Callable[[], None]):
         super().__init__("The ranks of the job change.")
@@ -47,11 +41,7 @@ def count() -> int:
 
 
 def again_if_ranks_change(fit: Callable[[], Any]) -> Any:
-    """Runs a fit, again whenever the ranks change; joins a job before, if this process is to.
-
-    Args:
-        fit: the fit, as often as it is called.
-    """
+    """Runs a fit, again whenever the ranks change; joins a job before, if this process is to."""
     global _fits, _is_resuming
     _fits += 1
     with contextlib.ExitStack() as stack:

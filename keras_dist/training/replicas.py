@@ -29,16 +29,6 @@ from keras_dist.training.model_state import (
     variable_name,
 )
 
-__all__ = [
-    "average_statistics",
-    "broadcast_state",
-    "broadcast_variables",
-    "build_optimizers_alike",
-    "verify_once",
-    "verify_replicas",
-    "verify_sums",
-]
-
 # Attribute of a model: the event at which its replicas were last verified.
 VERIFIED = "_keras_dist_verified"
 MOST_THREADS = 4
@@ -52,14 +42,6 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     is that which the root has loaded, if it has loaded any.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a built Keras model, of the same architecture on every rank.
-        root_rank: the rank whose state is broadcast. Defaults to 0.
-
-    Raises:
-        MismatchError: the models differ; raised on every rank.
-        ArgumentError: `root_rank` is not a rank.
     """
     model.__dict__.pop(VERIFIED, None)
     sharded_state.share_loaded(model, root_rank)
@@ -72,9 +54,6 @@ def build_optimizers_alike(model: keras.Model) -> None:
     """Builds the optimizers of a model that are built on other ranks.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a Keras model whose weights exist.
     """
     descriptions = _engine.collectives.allgather_object(
         runtime.communicator(),
@@ -135,16 +114,6 @@ def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
     for example of a frozen backbone, keep their bits.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a built Keras model.
-
-    Returns:
-        The values on this rank of the weights that differed, by index in
-        `model.non_trainable_weights`.
-
-    Raises:
-        MismatchError: the models differ; raised on every rank.
     """
     comm = runtime.communicator()
     if comm.size == 1:
@@ -212,12 +181,6 @@ def verify_sums(model: keras.Model) -> None:
     places; differences that have nothing to do with each other are missed once in 2**64.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a Keras model.
-
-    Raises:
-        MismatchError: see `verify_replicas`.
     """
     _verify(model, _sum)
 
@@ -234,13 +197,11 @@ def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
     remedy = "Pass keras_dist.callbacks() to fit, wrap the optimizer in "
     remedy += "keras_dist.DistributedOptimizer, and change weights equally on all ranks."
     raise errors.MismatchError(
-        errors.explain(
-            comm.where(),
-            f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks"
-            + (f", and what {len(layers)} layers keep besides them" if layers else ""),
-            described(names, different),
-            f"{remedy} {ADAPT}" if max(different) >= len(variables) else remedy,
-        )
+        comm.where(),
+        f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks"
+        + (f", and what {len(layers)} layers keep besides them" if layers else ""),
+        described(names, different),
+        f"{remedy} {ADAPT}" if max(different) >= len(variables) else remedy,
     )
 
 
@@ -248,13 +209,6 @@ def verify_once(model: keras.Model, event: str) -> None:
     """Calls `verify_replicas` once per event and optimizer step.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a Keras model.
-        event: the name of the event.
-
-    Raises:
-        MismatchError: the replicas differ; raised on every rank.
     """
     now = (event, [int(optimizer.iterations) for optimizer in optimizers_of(model)])
     if model.__dict__.get(VERIFIED) != now:

@@ -17,8 +17,6 @@ from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import format_ranks
 from keras_dist.training.model_state import variable_name
 
-__all__ = ["FILE", "describe", "local_state", "parse", "settings"]
-
 # File name among the assets of a saved optimizer.
 FILE = "keras_dist.json"
 
@@ -35,14 +33,7 @@ def describe(
     local_variables: Sequence[Any],
     local_layers: Sequence[keras.Layer],
 ) -> str:
-    """Returns the options as JSON text.
-
-    Args:
-        options: the reduction options.
-        variables: the optimizer's variables, in its order; empty if it is not built.
-        local_variables: variables that are local to each rank.
-        local_layers: layers whose variables are local to each rank.
-    """
+    """Returns the options as JSON text."""
     indices = _indices(variables)
     groups: Any = options.groups
     if not isinstance(groups, int):
@@ -137,19 +128,7 @@ def settings(
 def local_state(
     saved: dict[str, Any], model: keras.Model | None, variables: Sequence[Any], where: str
 ) -> tuple[list[Any], list[keras.Layer]]:
-    """Returns the local variables and the local layers that were saved.
-
-    Args:
-        saved: from `parse`.
-        model: the loaded model; `None` if it is not known: variables of layers are returned.
-        variables: the variables of its optimizer, in its order.
-        where: the location for error messages.
-
-    Raises:
-        CheckpointError: a variable or layer does not exist.
-        UsageError: a layer without variables cannot be found without the model.
-        KeyError: `saved` lacks an entry.
-    """
+    """Returns the local variables and the local layers that were saved."""
     known = [_find_variable(item, variables, where) for item in saved["local_variables"]]
     if model is None:
         return known + _variables_of_layers(saved["local_layers"], variables, where), []
@@ -163,12 +142,10 @@ def _variables_of_layers(
     for layer in layers:
         if not layer["indices"] or max(layer["indices"]) >= len(variables):
             raise errors.UsageError(
-                errors.explain(
-                    where,
-                    f"the local layer {layer['path']!r} of the copy of an optimizer",
-                    "an update by the optimizer alone, which does not know its model",
-                    "Wrap the copy in keras_dist.PartialDistributedOptimizer, with local_layers.",
-                )
+                where,
+                f"the local layer {layer['path']!r} of the copy of an optimizer",
+                "an update by the optimizer alone, which does not know its model",
+                "Wrap the copy in keras_dist.PartialDistributedOptimizer, with local_layers.",
             )
     return [variables[index] for layer in layers for index in layer["indices"]]
 
@@ -180,13 +157,11 @@ def _find_set(sets: list[list[int]], where: str) -> Any:
     if found is None:
         listed = " and ".join(format_ranks(ranks) for ranks in sets)
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                f"a process set of {listed}, as when the optimizer was saved",
-                "none",
-                "Call keras_dist.add_process_set on every rank first, or pass another process_set "
-                "to load_model, None for all ranks.",
-            )
+            where,
+            f"a process set of {listed}, as when the optimizer was saved",
+            "none",
+            "Call keras_dist.add_process_set on every rank first, or pass another process_set "
+            "to load_model, None for all ranks.",
         )
     return found
 
@@ -196,13 +171,11 @@ def _find_compression(name: str, where: str) -> _engine.Compressor:
         return _engine.parse_compression(name, where)
     except errors.ArgumentError as error:
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                f"the compression {name} as an argument, as when the optimizer was saved",
-                "none",
-                "Pass an instance of that class, or another compression, to load_model or, for "
-                "a copy, to DistributedOptimizer.",
-            )
+            where,
+            f"the compression {name} as an argument, as when the optimizer was saved",
+            "none",
+            "Pass an instance of that class, or another compression, to load_model or, for "
+            "a copy, to DistributedOptimizer.",
         ) from error
 
 
@@ -247,4 +220,4 @@ def _same_path(path: str, other: str) -> bool:
 
 def _missing(name: str, count: int, kind: str, where: str) -> errors.CheckpointError:
     expected = f"{name} in the loaded model, for the options of its optimizer"
-    return errors.CheckpointError(errors.explain(where, expected, f"{count} other {kind}", REMEDY))
+    return errors.CheckpointError(where, expected, f"{count} other {kind}", REMEDY)

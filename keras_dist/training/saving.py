@@ -26,8 +26,6 @@ from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.optimizer import DistributedOptimizer
 from keras_dist.training.update_check import check_independent
 
-__all__ = ["load_model"]
-
 REMEDY = (
     "Check the path. If the file is damaged, save the model again. Pass the classes of your own "
     "that the model was saved with as custom_optimizers or custom_objects."
@@ -105,12 +103,10 @@ def _by_name(optimizers: Any, where: str) -> dict[str, type]:
     for candidate in listed:
         if not (isinstance(candidate, type) and issubclass(candidate, keras.optimizers.Optimizer)):
             raise errors.ArgumentTypeError(
-                errors.explain(
-                    where,
-                    "custom_optimizers to be a list of classes derived from a Keras optimizer",
-                    f"{candidate!r} of type {type(candidate).__name__}",
-                    "Pass for example custom_optimizers=[MyOptimizer].",
-                )
+                where,
+                "custom_optimizers to be a list of classes derived from a Keras optimizer",
+                f"{candidate!r} of type {type(candidate).__name__}",
+                "Pass for example custom_optimizers=[MyOptimizer].",
             )
     names = [
         (name, candidate)
@@ -125,11 +121,7 @@ def _registered(optimizer: type) -> str:
 
 
 def _check_archive(path: pathlib.Path, where: str) -> None:
-    """Checks the checksums of a `.keras` file; other formats have none.
-
-    Raises:
-        CheckpointError: the file is truncated, or its bytes have changed.
-    """
+    """Checks the checksums of a `.keras` file; other formats have none."""
     if path.suffix != ".keras" or not path.is_file():
         return
     received = "an incomplete zip archive, or a file of another format"
@@ -141,7 +133,7 @@ def _check_archive(path: pathlib.Path, where: str) -> None:
         received = f"{name!r} in it does not match its checksum"
     remedy = "The file is damaged: load a copy or an earlier checkpoint."
     expected = f"a complete model file {path}"
-    raise errors.CheckpointError(errors.explain(where, expected, received, remedy))
+    raise errors.CheckpointError(where, expected, received, remedy)
 
 
 def _saved_options(model: keras.Model) -> dict[str, Any] | None:
@@ -246,4 +238,4 @@ def _distribute(
 def _unreadable(filepath: Any, error: Exception, where: str) -> errors.CheckpointError:
     expected = f"a model with the state of its optimizer in {filepath}"
     received = f"{type(error).__name__}: {error}"
-    return errors.CheckpointError(errors.explain(where, expected, received, REMEDY))
+    return errors.CheckpointError(where, expected, received, REMEDY)

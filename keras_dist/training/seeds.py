@@ -20,8 +20,6 @@ from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.training import random_generators
 from keras_dist.training.model_state import random_states, to_numpy, variable_name
 
-__all__ = ["separable", "separate_generators", "separate_in_fit", "separate_seeds"]
-
 # Generators that steps draw from. Scripts draw splits, orders of samples and initial weights from
 # the others, and also from torch's, whose stream in steps is separate.
 OF_STEPS = ("keras", "tensorflow")
@@ -76,10 +74,6 @@ def separate_in_fit(model: keras.Model, root_rank: int = 0) -> None:
     that a script may go on to draw splits of its data.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: the built model.
-        root_rank: the rank that keeps its numbers. Defaults to 0.
     """
     global _afterwards
     separate_generators(model, root_rank)
@@ -112,10 +106,6 @@ def separate_generators(model: keras.Model, root_rank: int = 0) -> None:
     called again, every rank continues at the root's position.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a built model.
-        root_rank: the rank whose seeds the other seeds are derived from. Defaults to 0.
     """
     _separate_states(random_states(model), root_rank)
 

@@ -13,8 +13,6 @@ from keras_dist import _engine, errors, runtime
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.ops.reduction_options import ReductionOptions
 
-__all__ = ["GradientSlices"]
-
 # The whole gradients in memory are those of a bucket, besides the one that is computed.
 BUCKET_NBYTES = 2**19
 REDUCTION = "the reduction of sharded gradients"
@@ -24,12 +22,7 @@ class GradientSlices:
     """Reduces gradients as they come, and keeps the parts of this rank.
 
     Args:
-        comm: the ranks.
-        names: names of the variables, for messages, by index.
         shapes: their shapes, by index.
-        dtypes: their dtypes, by index.
-        parts: the part of each flat gradient that this rank keeps, by index.
-        options: the options of the reduction.
     """
 
     def __init__(
@@ -71,13 +64,6 @@ class GradientSlices:
         """Adds a gradient of this rank, and reduces the buckets that it completes.
 
         Collective: the ranks, as soon as each has added the gradients of a bucket; blocks.
-
-        Args:
-            index: index of the variable.
-            gradient: the whole gradient; dropped when it is reduced.
-
-        Raises:
-            BackendError: the second gradient of a variable in one update.
         """
         if self.has(index):
             received = f"a second gradient of {self._names[index]}"
@@ -93,9 +79,6 @@ class GradientSlices:
         """Returns the reduced parts of this rank by index, for one update.
 
         They may be read until the next gradient is added.
-
-        Raises:
-            BackendError: the gradient of a variable is missing on this rank or another one.
         """
         missing = [name for index, name in self._names.items() if not self.has(index)]
         self._reset()
@@ -163,6 +146,4 @@ def _plan(
 
 def _error(expected: str, received: str, remedy: str) -> errors.BackendError:
     where = runtime.where()
-    return errors.BackendError(
-        errors.explain(where, f"{expected}, with shard_gradients=True", received, remedy)
-    )
+    return errors.BackendError(where, f"{expected}, with shard_gradients=True", received, remedy)

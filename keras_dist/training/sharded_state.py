@@ -17,29 +17,12 @@ from keras_dist._compat.keras.optimizer_state import accumulators, slots, traine
 from keras_dist._compat.keras.sliced_updates import replace_state
 from keras_dist.training.model_state import SLICE, optimizers_of, slice_of, to_numpy, variable_name
 
-__all__ = [
-    "assign",
-    "cut_state",
-    "gathered",
-    "mark",
-    "shape_of",
-    "share_loaded",
-    "whole_nbytes",
-    "whole_value",
-]
-
 # On a rank that is about to write a file: whole values by the id of the state variable.
 _whole: dict[int, np.ndarray] = {}
 
 
 def mark(variable: Any, shards: Any, index: int) -> None:
-    """Marks a state variable as the slice for a variable.
-
-    Args:
-        variable: the flat state variable.
-        shards: the `Shards` of its optimizer.
-        index: index of the variable among those of the optimizer.
-    """
+    """Marks a state variable as the slice for a variable."""
     object.__setattr__(variable, SLICE, (shards, index))
 
 
@@ -81,12 +64,7 @@ def assign(variable: Any, value: np.ndarray) -> None:
 
 
 def cut_state(optimizer: Any, shards: Any) -> None:
-    """Replaces the state variables of a built optimizer by slices.
-
-    Args:
-        optimizer: an optimizer that was built before its state was sharded.
-        shards: its `Shards`.
-    """
+    """Replaces the state variables of a built optimizer by slices."""
     trained = trained_by(optimizer)
     others = {id(variable) for variable in (*trained, *accumulators(optimizer))}
     replaced: dict[int, Any] = {}
@@ -111,10 +89,6 @@ def gathered(model: keras.Model, root_rank: int = 0) -> Iterator[None]:
     """Returns a context in which the root can write the whole state of a model by itself.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a Keras model.
-        root_rank: the rank that writes; others hold one whole variable at a time.
     """
     for variable in _slices_of(model):
         value = whole_value(variable)
@@ -132,13 +106,6 @@ def share_loaded(model: keras.Model, root_rank: int) -> None:
     State that no rank has read stays: it differs from rank to rank.
 
     Collective: every rank; blocks.
-
-    Args:
-        model: a Keras model with built optimizers.
-        root_rank: the rank whose state is shared.
-
-    Raises:
-        MismatchError: other ranks have read a file and the root has not; raised on every rank.
     """
     variables = _slices_of(model)
     if not variables:
@@ -156,12 +123,10 @@ def share_loaded(model: keras.Model, root_rank: int) -> None:
     if not all(have[root]):
         ranks = ", ".join(str(rank) for rank, each in enumerate(have) if any(each))
         raise errors.MismatchError(
-            errors.explain(
-                comm.where(),
-                f"rank {root_rank} to have loaded the state of the optimizer, which it broadcasts",
-                f"state that was loaded on ranks {ranks} alone",
-                "Load the model on the root, or on every rank.",
-            )
+            comm.where(),
+            f"rank {root_rank} to have loaded the state of the optimizer, which it broadcasts",
+            f"state that was loaded on ranks {ranks} alone",
+            "Load the model on the root, or on every rank.",
         )
     for variable, value in zip(variables, mine, strict=True):
         empty = np.empty(shape_of(variable), to_numpy(variable).dtype)

@@ -27,20 +27,12 @@ from keras_dist.training import sharded_state
 from keras_dist.training.model_state import variable_name
 from keras_dist.training.sharded_gradients import GradientSlices
 
-__all__ = ["Sharded", "Shards", "convert"]
-
 ACCUMULATOR = "gradient_accumulator"  # Keras' name of variables for gradients of this rank
 SAME = "Pass the same shard_state on every rank, and build the same model."
 
 
 class Shards:
-    """The slices of the variables of one optimizer that this rank updates.
-
-    Args:
-        variables: the variables of the optimizer.
-        ranks: returns the current communicator.
-        steps: returns the number of steps of the optimizer.
-    """
+    """The slices of the variables of one optimizer that this rank updates."""
 
     def __init__(
         self,
@@ -90,11 +82,7 @@ class Shards:
             part.assign(self.cut(self.variables[index], index))
 
     def shard_gradients(self, optimizer: Any, options: ReductionOptions) -> None:
-        """Reduces gradients from now on as backpropagation produces them, and frees them.
-
-        Raises:
-            ArgumentError: a variable is not in host memory.
-        """
+        """Reduces gradients from now on as backpropagation produces them, and frees them."""
         variables = {index: self.variables[index] for index in self.indices}
         self.gradients = GradientSlices(
             self.ranks(),
@@ -114,12 +102,7 @@ class Shards:
             )
 
     def reduced(self, gradients: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-        """Returns this rank's parts of the reduced gradients, for one update.
-
-        Args:
-            gradients: gradients that were not taken during backpropagation; else `None`.
-            indices: the indices of their variables; others keep their gradients.
-        """
+        """Returns this rank's parts of the reduced gradients, for one update."""
         slices, backend, result = self.gradients, _backends.active(), list(gradients)
         if slices is None:
             return result
@@ -156,20 +139,14 @@ class Shards:
         self._loaded.clear()
 
     def ranks(self) -> _engine.Communicator:
-        """Returns the current communicator.
-
-        Raises:
-            BackendError: it has other ranks than the slices were made for.
-        """
+        """Returns the current communicator."""
         comm = self._ranks()
         if (comm.rank, comm.size) != (self.rank, self.size):
             raise errors.BackendError(
-                errors.explain(
-                    runtime.where(),
-                    f"{self.size} ranks, over which the state of the optimizer is sharded",
-                    f"{comm.size} ranks",
-                    "Save the model, and load it on the new ranks.",
-                )
+                runtime.where(),
+                f"{self.size} ranks, over which the state of the optimizer is sharded",
+                f"{comm.size} ranks",
+                "Save the model, and load it on the new ranks.",
             )
         return comm
 

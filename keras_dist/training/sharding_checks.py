@@ -9,22 +9,11 @@ from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER
 from keras_dist._compat.keras.sliced_updates import ELEMENTWISE, updates_elementwise
 from keras_dist.ops.reduction_options import ReductionOptions
 
-__all__ = [
-    "check_gradients_shardable",
-    "check_no_local_variables",
-    "check_shardable",
-    "check_unscaled",
-]
-
 WITHOUT = "Omit shard_state, which is off by default."
 
 
 def check_shardable(optimizer: Any, options: ReductionOptions, where: str) -> None:
-    """Checks that an optimizer and options permit `shard_state`.
-
-    Raises:
-        ArgumentError: the update of an element depends on others, or on whole variables.
-    """
+    """Checks that an optimizer and options permit `shard_state`."""
     check_unscaled(optimizer, where)
     name = type(optimizer).__name__
     if isinstance(optimizer, MULTI_OPTIMIZER):
@@ -49,11 +38,7 @@ def check_shardable(optimizer: Any, options: ReductionOptions, where: str) -> No
 
 
 def check_gradients_shardable(optimizer: Any, options: ReductionOptions, where: str) -> None:
-    """Checks that an optimizer, options and the backend permit `shard_gradients`.
-
-    Raises:
-        ArgumentError: gradients are outputs of a compiled step, or an update needs whole ones.
-    """
+    """Checks that an optimizer, options and the backend permit `shard_gradients`."""
     backend = keras.backend.backend()
     reasons = {
         "no shard_state": not options.shard_state,
@@ -78,28 +63,18 @@ def check_gradients_shardable(optimizer: Any, options: ReductionOptions, where: 
 
 
 def check_unscaled(optimizer: Any, where: str) -> None:
-    """Checks that the loss is not scaled.
-
-    Raises:
-        ArgumentError: the optimizer is a `LossScaleOptimizer`.
-    """
+    """Checks that the loss is not scaled."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         remedy = "Use mixed_bfloat16, which needs no loss scale, or omit shard_state."
         _refuse(where, "no dynamic loss scale", "a LossScaleOptimizer", remedy)
 
 
 def check_no_local_variables(options: ReductionOptions, where: str) -> None:
-    """Checks that local variables are not combined with `shard_state`.
-
-    Raises:
-        ArgumentError: the state is sharded.
-    """
+    """Checks that local variables are not combined with `shard_state`."""
     if options.shard_state:
         received = "local variables, which no other rank could update"
         _refuse(where, "variables that all ranks share", received, WITHOUT)
 
 
 def _refuse(where: str, expected: str, received: str, remedy: str) -> None:
-    raise errors.ArgumentError(
-        errors.explain(where, f"{expected}, with shard_state=True", received, remedy)
-    )
+    raise errors.ArgumentError(where, f"{expected}, with shard_state=True", received, remedy)

@@ -8,8 +8,6 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 
-__all__ = ["StageChannel"]
-
 MAX_ERROR_LENGTH = 200  # characters of an error in the message to other stages
 
 
@@ -18,9 +16,6 @@ class StageChannel:
 
     Messages carry the number of their batch, so that stages in different batches get an error
     instead of each other's samples.
-
-    Args:
-        *ranks: the ranks of the neighbours, `None` for a missing neighbour.
     """
 
     def __init__(self, *ranks: int | None):

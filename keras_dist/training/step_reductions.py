@@ -9,8 +9,6 @@ from keras_dist import _backends, _engine, runtime
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.runtime.process_sets import ProcessSet
 
-__all__ = ["reduce_over_ranks"]
-
 
 def reduce_over_ranks(
     process_set: ProcessSet | None,
@@ -24,12 +22,7 @@ def reduce_over_ranks(
     Collective: the ranks of the set, in the same order relative to other reductions.
 
     Args:
-        process_set: the ranks; `None` for all.
         tensor: the framework's tensor, at least 1-D, of the same shape on each rank.
-        op: the reduction. The gradient of the result is reduced in the same way.
-        name: name of the tensor, for messages.
-        when: returns on the host, in each step, whether to reduce; equal on all ranks. Otherwise
-            the result is the tensor. Defaults to always.
     """
 
     def reduce(array: np.ndarray) -> np.ndarray:

@@ -14,8 +14,6 @@ import keras
 
 from keras_dist._compat.keras.models import LOGS
 
-__all__ = ["Task", "as_task", "is_evaluated_together", "task_of"]
-
 # Attribute of a model: the innermost call that is running.
 TASK = "_keras_dist_task"
 
@@ -24,11 +22,7 @@ Compute = Callable[[Any], Any]
 
 
 class Task:
-    """A running `fit` or `evaluate`; a context manager.
-
-    Args:
-        model: the model whose method is called.
-    """
+    """A running `fit` or `evaluate`; a context manager."""
 
     def __init__(self, model: keras.Model):
         self._attributes = vars(model)

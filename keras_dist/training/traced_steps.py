@@ -9,20 +9,12 @@ import keras
 from keras_dist._compat.keras.models import layers_of
 from keras_dist.training.model_state import SKIPPING
 
-__all__ = ["before_first_step", "renew_steps", "retrace"]
-
 # Attribute of a function that stands in for the train function until its first call.
 STEP = "_keras_dist_step"
 
 
 def before_first_step(model: keras.Model, run: Callable[..., Any]) -> None:
-    """Runs a function in place of the first step of a fit.
-
-    Args:
-        model: the model, in `fit`.
-        run: called with the arguments of the step; calls `model.train_function`, which is the step
-            again, and returns its result.
-    """
+    """Runs a function in place of the first step of a fit."""
 
     def first_step(*arguments: Any) -> Any:
         model.train_function = getattr(first_step, STEP)

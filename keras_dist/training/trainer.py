@@ -29,8 +29,6 @@ from keras_dist.training.ranks_change import again_if_ranks_change
 from keras_dist.training.tasks import as_task, is_evaluated_together
 from keras_dist.training.traced_steps import renew_steps
 
-__all__ = ["check_undistributed", "watch_models"]
-
 # Attribute of a model: the reductions and communicators that its train function was made for.
 TRACED_FOR = "_keras_dist_traced_for"
 # Attribute of a train or test function that is wrapped: its contexts.
@@ -122,26 +120,16 @@ def _together(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_undistributed(expected: str) -> None:
-    """Checks that no distribution of Keras is active, which averages gradients and shards data.
-
-    Args:
-        expected: what only keras_dist may do, for the message.
-
-    Raises:
-        BackendError: a distribution is active.
-    """
+    """Checks that no distribution of Keras is active, which averages gradients and shards data."""
     distribution = keras.distribution.distribution()
     if distribution is None:
         return
     raise errors.BackendError(
-        errors.explain(
-            runtime.where(),
-            expected,
-            f"keras.distribution.{type(distribution).__name__} active on {runtime.size()} ranks, "
-            "so that both would act",
-            "Use either keras.distribution, or keras_dist.DistributedOptimizer and "
-            "keras_dist.data.",
-        )
+        runtime.where(),
+        expected,
+        f"keras.distribution.{type(distribution).__name__} active on {runtime.size()} ranks, "
+        "so that both would act",
+        "Use either keras.distribution, or keras_dist.DistributedOptimizer and keras_dist.data.",
     )
 
 
@@ -220,11 +208,9 @@ def _check_layers(model: keras.Model) -> None:
     ]
     if names:
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"model {model.name!r} to have no BatchNormalization(synchronized=True)",
-                ", ".join(names),
-                "Use keras_dist.layers.SyncBatchNormalization(), without synchronized=True, "
-                "which normalizes by the batches of all ranks.",
-            )
+            runtime.where(),
+            f"model {model.name!r} to have no BatchNormalization(synchronized=True)",
+            ", ".join(names),
+            "Use keras_dist.layers.SyncBatchNormalization(), without synchronized=True, "
+            "which normalizes by the batches of all ranks.",
         )

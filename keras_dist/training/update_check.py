@@ -12,8 +12,6 @@ import keras
 from keras_dist import errors, runtime
 from keras_dist.training.model_state import optimizers_inside
 
-__all__ = ["Update", "check_independent", "check_reduced"]
-
 # Attribute of an optimizer: an update is in progress.
 ENTERED = "_keras_dist_entered"
 
@@ -49,47 +47,30 @@ class Update:
 
 
 def check_reduced(optimizer: Any) -> None:
-    """Checks that the gradients of the current update have been reduced.
-
-    Raises:
-        BackendError: gradients were not reduced, on more than one rank.
-    """
+    """Checks that the gradients of the current update have been reduced."""
     reduction = optimizer._keras_dist
     if reduction.has_reduced or reduction.communicator() is None:
         return
     versions = f"Keras {keras.__version__} on {keras.backend.backend()}"
     raise errors.BackendError(
-        errors.explain(
-            runtime.where(),
-            "each update to use the reduced gradients of all ranks",
-            f"an update of {optimizer.name!r} by the gradients of this rank alone, with {versions}",
-            "End the job: the weights of the ranks differ. Use a version of Keras that keras_dist "
-            "supports.",
-        )
+        runtime.where(),
+        "each update to use the reduced gradients of all ranks",
+        f"an update of {optimizer.name!r} by the gradients of this rank alone, with {versions}",
+        "End the job: the weights of the ranks differ. Use a version of Keras that keras_dist "
+        "supports.",
     )
 
 
 def check_independent(optimizer: Any, purpose: str) -> None:
-    """Checks that an optimizer updates each variable by the gradient of that variable alone.
-
-    Args:
-        optimizer: a Keras optimizer.
-        purpose: the feature that requires it, for messages.
-
-    Raises:
-        ArgumentError: the optimizer clips by the global norm or scales the loss, which combines
-            the gradients of all variables.
-    """
+    """Checks that an optimizer updates each variable by the gradient of that variable alone."""
     every = [optimizer, *optimizers_inside(optimizer)]
     is_scaled = any(
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer) for optimizer in every
     )
     if is_scaled or any(optimizer.global_clipnorm for optimizer in every):
         raise errors.ArgumentError(
-            errors.explain(
-                runtime.where(),
-                f"an optimizer that updates each variable independently, for {purpose}",
-                "a LossScaleOptimizer" if is_scaled else "an optimizer with global_clipnorm",
-                "Use clipnorm instead of global_clipnorm, bfloat16 instead of float16.",
-            )
+            runtime.where(),
+            f"an optimizer that updates each variable independently, for {purpose}",
+            "a LossScaleOptimizer" if is_scaled else "an optimizer with global_clipnorm",
+            "Use clipnorm instead of global_clipnorm, bfloat16 instead of float16.",
         )

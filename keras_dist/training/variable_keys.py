@@ -10,18 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-__all__ = ["variable_keys"]
-
 
 @functools.lru_cache(maxsize=64)
 def variable_keys(paths: Sequence[str], model: str = "") -> tuple[str, ...]:
     """Returns a key for each variable of a model.
 
     Automatic numbers count from the first of the model.
-
-    Args:
-        paths: the paths of the variables, as a tuple.
-        model: name of the model, if it is known. Defaults to none.
     """
     # The name of a Sequential model leads the paths, but is absent after loading.
     leading = rf"^({re.escape(model)}|sequential(_\d+)?)/"

@@ -7,16 +7,6 @@ import keras
 from keras_dist._compat.contract import Name
 from keras_dist._compat.keras.versions import release
 
-__all__ = [
-    "CONTRACT",
-    "STATE_ATTRIBUTES",
-    "BackupAndRestore",
-    "ModelCheckpoint",
-    "is_part_of_keras",
-    "model_of",
-    "module_of",
-]
-
 # The attributes that hold the state of Keras' callbacks; other callbacks of Keras have none.
 STATE_ATTRIBUTES = {
     "BackupAndRestore": ("_batches_seen_since_last_saving", "_last_batch_seen"),

@@ -13,18 +13,12 @@ from keras import ops
 from keras_dist._compat.contract import Name
 from keras_dist._compat.keras.models import layers_of, outputs_of
 
-__all__ = ["CONTRACT", "Measured", "own_losses", "replaced_losses", "unbuilt_after"]
-
 
 class Measured(NamedTuple):
     """A loss and what it was divided by.
 
     Args:
-        value: the loss, with its gradient.
-        reduction: `"mean"`, `"sum"` or `"none"`.
-        denominator: of a mean: the number of elements that are not masked, or the sum of weights.
         is_count: whether shapes alone determine the denominator.
-        is_of_rows: whether it is the number of rows, or the same number for each row on all ranks.
     """
 
     value: Any
@@ -38,12 +32,7 @@ Replace = Callable[[Sequence[Measured]], list[Any]]
 
 
 class _Losses:
-    """The losses of a model in a step.
-
-    Args:
-        model: the model.
-        replace: see `replaced_losses`.
-    """
+    """The losses of a model in a step."""
 
     def __init__(self, model: Any, replace: Replace):
         self.model = model
@@ -137,10 +126,6 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
     These are the losses of `compile`, of the model and of models among its layers, and in
     `compute_loss` also those of `add_loss` and activity regularizers, which count as means over
     the rows of the batch.
-
-    Args:
-        model: a model.
-        replace: a function of all losses of a step, which returns their values instead.
     """
     _watch()
     losses = _Losses(model, replace)
@@ -158,10 +143,6 @@ def unbuilt_after(model: Any, failure: type[Exception]) -> Iterator[None]:
     """Returns a context after whose failure Keras builds the losses of a model again, as before it.
 
     Variables that TensorFlow creates in a function are initialized only if its trace succeeds.
-
-    Args:
-        model: a compiled model.
-        failure: class of the exception.
     """
     compiled: Any = getattr(model, "_compile_loss", None)
     before = {} if compiled is None or compiled.built else vars(compiled).copy()

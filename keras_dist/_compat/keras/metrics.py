@@ -6,8 +6,6 @@ import keras
 
 from keras_dist._compat.contract import Name
 
-__all__ = ["CONTRACT", "metrics_inside", "metrics_of", "own_variables", "samples_weighted"]
-
 
 def metrics_of(model: Any) -> list[Any]:
     """Returns the metrics of a model, with those passed to `compile` one by one."""

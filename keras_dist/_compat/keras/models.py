@@ -7,20 +7,6 @@ import keras
 from keras_dist._compat.contract import Name, require
 from keras_dist._compat.keras.versions import release, uses, version
 
-__all__ = [
-    "CONTRACT",
-    "LOGS",
-    "BatchNormalization",
-    "batches_in_item",
-    "has_mask",
-    "initial_epoch_from",
-    "is_summed",
-    "layers_of",
-    "may_become_ddp",
-    "optimizer_of",
-    "outputs_of",
-]
-
 # The method of a model that turns the logs of the last batch into those of the epoch.
 LOGS = "_get_metrics_result_or_logs"
 
@@ -66,11 +52,7 @@ def may_become_ddp(model: Any) -> bool:
 
 
 def batches_in_item(count: int) -> int:
-    """Returns the number of batches in an item of the iterator of a JAX train function.
-
-    Args:
-        count: the batches that one call of the function takes, `steps_per_execution`.
-    """
+    """Returns the number of batches in an item of the iterator of a JAX train function."""
     return count if release() >= (3, 16) else 1
 
 

@@ -4,20 +4,6 @@ from typing import Any
 
 from keras_dist._compat.contract import Name
 
-__all__ = [
-    "CONTRACT",
-    "DecayHook",
-    "accumulators",
-    "batches_seen",
-    "has_weight_decay",
-    "is_overwritten",
-    "learning_rate",
-    "slots",
-    "trained_by",
-    "variable_index",
-    "velocities",
-]
-
 
 def trained_by(optimizer: Any) -> list[Any]:
     """Returns the variables that an optimizer is built for."""

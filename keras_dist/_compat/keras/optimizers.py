@@ -8,21 +8,6 @@ from keras_dist._compat.contract import Name
 from keras_dist._compat.keras.optimizer_state import accumulators
 from keras_dist._compat.keras.versions import release, uses
 
-__all__ = [
-    "APPLY_METHODS",
-    "CONTRACT",
-    "MULTI_OPTIMIZER",
-    "TF_STRATEGY",
-    "TF_UPDATE",
-    "ClippingHook",
-    "UpdateHook",
-    "inner_optimizer",
-    "innermost_optimizer",
-    "make_unpickler",
-    "stateless_skip",
-    "stateless_step",
-]
-
 # Gradients enter an optimizer through these methods.
 APPLY_METHODS = ("apply", "apply_gradients", "stateless_apply", "_backend_apply_gradients")
 # On TensorFlow: the method that updates variables under a strategy.

@@ -5,8 +5,6 @@ from typing import Any
 from keras_dist._compat.contract import Name, require
 from keras_dist._compat.keras.versions import release, version
 
-__all__ = ["CONTRACT", "drawn_seeds", "generators_elsewhere", "global_generator"]
-
 SEED_GENERATOR = "keras.src.random.seed_generator"
 PURPOSE = "to back up and restore the global seed generator"
 WITHOUT = "a resumed fit would differ from an uninterrupted one"

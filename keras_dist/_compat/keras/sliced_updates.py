@@ -7,16 +7,6 @@ import keras
 from keras_dist._compat.contract import Name
 from keras_dist._compat.keras.optimizers import APPLY_METHODS
 
-__all__ = [
-    "CONTRACT",
-    "ELEMENTWISE",
-    "SliceHook",
-    "averages",
-    "key_of",
-    "replace_state",
-    "updates_elementwise",
-]
-
 # Keras' optimizers that update each element by itself: state and update of a slice are the slice
 # of the state and of the update. Not Ftrl: the last bits of its powers depend on the position of an
 # element in an array, which decides whether a loop over vectors computes it.
@@ -131,12 +121,7 @@ def key_of(optimizer: Any, variable: Any) -> Any:
 
 
 def replace_state(optimizer: Any, replaced: dict[int, Any]) -> None:
-    """Replaces state variables of a built optimizer.
-
-    Args:
-        optimizer: the optimizer.
-        replaced: new variables by the id of the old one.
-    """
+    """Replaces state variables of a built optimizer."""
     for value in vars(optimizer).values():
         if isinstance(value, list):
             for index, variable in enumerate(value):

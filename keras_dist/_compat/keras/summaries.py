@@ -3,16 +3,9 @@
 from keras_dist._compat.contract import Name, require
 from keras_dist._compat.keras.versions import version
 
-__all__ = ["CONTRACT", "places_of"]
-
 
 def places_of(count: int, epsilon: float) -> tuple[range, float]:
-    """Returns the places of the sorted values that summarize all, and the weight of each.
-
-    Args:
-        count: the number of values.
-        epsilon: that of the layer.
-    """
+    """Returns the places of the sorted values that summarize all, and the weight of each."""
     increment = count / (1.0 / epsilon)
     step = max(increment, 1)
     # Keras began with the value behind the first step before it began with its last one.

@@ -2,8 +2,6 @@
 
 import keras
 
-__all__ = ["release", "uses", "version"]
-
 
 def version() -> str:
     """Returns the name and the version of Keras, and of its backend."""

@@ -24,8 +24,6 @@ from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import entries_of_arrays
 from keras_dist._gpu import DeviceArray
 
-__all__ = ["adasum", "check_power_of_two"]
-
 
 @by_name
 @retried
@@ -43,20 +41,11 @@ def adasum(
     is 1. It is computed in float64 and rounded once.
 
     Args:
-        comm: the ranks, a power of two.
         arrays: arrays of floats of this rank, of which those in GPU memory are copied to the host;
             shapes and dtypes must agree.
-        names: names of the arrays in messages.
-        options: the reduction; nothing is compressed.
-        notices: see `rendezvous`.
 
     Returns:
         New arrays on the host of the same shapes and dtypes, bit-equal on all ranks.
-
-    Raises:
-        ArgumentError: the number of ranks is not a power of two.
-        ArgumentTypeError: an array does not hold floats.
-        MismatchError: the ranks differ.
 
     Reference:
         Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
@@ -87,20 +76,14 @@ def adasum(
 
 
 def check_power_of_two(comm: Communicator) -> None:
-    """Checks that Adasum can combine the ranks in pairs.
-
-    Raises:
-        ArgumentError: the number of ranks is not a power of two.
-    """
+    """Checks that Adasum can combine the ranks in pairs."""
     if comm.size & (comm.size - 1):
         raise errors.ArgumentError(
-            errors.explain(
-                comm.where(),
-                "the number of ranks to be a power of two for Adasum",
-                f"{comm.size} ranks",
-                f"Start {2 ** (comm.size.bit_length() - 1)} or {2 ** comm.size.bit_length()} "
-                "ranks, or use Average.",
-            )
+            comm.where(),
+            "the number of ranks to be a power of two for Adasum",
+            f"{comm.size} ranks",
+            f"Start {2 ** (comm.size.bit_length() - 1)} or {2 ** comm.size.bit_length()} "
+            "ranks, or use Average.",
         )
 
 

@@ -11,8 +11,6 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import CollectiveSignature, entries_of
 
-__all__ = ["allgather", "grouped_allgather"]
-
 
 def allgather(
     comm: Communicator, array: np.ndarray, name: str, key: str | None = None

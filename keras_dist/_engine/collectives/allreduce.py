@@ -16,8 +16,6 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.recovery.retry import retried
 
-__all__ = ["ListKey", "allreduce"]
-
 MAX_CALLS = 4096  # several may have one plan: a compressor is part of a call by identity
 MAX_PLANS = 1024  # that are kept; the regions are the memory of all of them
 
@@ -114,7 +112,6 @@ class ListKey:
 
     Args:
         arrays: the arrays, one or more; shapes and dtypes count.
-        others: what else counts.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], others: Hashable):

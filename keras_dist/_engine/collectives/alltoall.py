@@ -14,8 +14,6 @@ from keras_dist._engine.mpi.transfer import as_bytes
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import CollectiveSignature, Entry
 
-__all__ = ["alltoall"]
-
 
 @by_name
 @retried
@@ -90,4 +88,4 @@ def _parse_splits(comm: Communicator, rows: int, splits: Any, name: str) -> np.n
 
 def _bad_splits(comm: Communicator, expected: str, received: str) -> errors.ArgumentError:
     remedy = "Pass splits, a list of the number of rows for each rank."
-    return errors.ArgumentError(errors.explain(comm.where(), expected, received, remedy))
+    return errors.ArgumentError(comm.where(), expected, received, remedy)

@@ -9,8 +9,6 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import CollectiveSignature, entries_of_arrays
 
-__all__ = ["barrier"]
-
 
 @by_name
 @retried

@@ -12,8 +12,6 @@ from keras_dist._engine.mpi.transfer import as_bytes, broadcast_bytes
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import CollectiveSignature, entries_of_arrays
 
-__all__ = ["broadcast", "broadcast_into"]
-
 
 @by_name
 @retried
@@ -69,15 +67,7 @@ def broadcast_into(
     """Writes the root's values into the arrays of every rank. Collective: every rank; blocks.
 
     Args:
-        comm: the ranks.
         arrays: writeable arrays of this rank; shapes and dtypes must agree.
-        names: names of the arrays in messages.
-        root: rank of the job whose values all ranks receive.
-        key: the user's name for the operation; `None` for none.
-
-    Raises:
-        ArgumentError: `root` is not one of the ranks.
-        MismatchError: the ranks differ.
     """
     received = _broadcast_into(comm, arrays, names, root, key)
     for array, buffer in zip(arrays, received, strict=True):

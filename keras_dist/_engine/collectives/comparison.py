@@ -7,8 +7,6 @@ from keras_dist._engine.gradient_sets import COMPARISON, Form, GradientSet, Unli
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["compare_gradients"]
-
 
 @retried
 def compare_gradients(
@@ -18,14 +16,6 @@ def compare_gradients(
 
     Collective: every rank; blocks. Other ranks may start to reduce instead: they repeat their
     rendezvous if they can reduce these gradients.
-
-    Args:
-        comm: the ranks.
-        gradients: those of this rank.
-        remedy: what to do if the variables of the ranks differ.
-
-    Raises:
-        MismatchError: the variables differ, or a rank cannot reduce the gradients.
     """
     call = CollectiveSignature(COMPARISON, gradients=gradients, spares=True, remedy=remedy)
     try:

@@ -17,21 +17,11 @@ from keras_dist._engine.mpi.transfer import wait
 from keras_dist._engine.shm.bucket_reduction import Finish
 from keras_dist._engine.tracing import spans
 
-__all__ = ["CrossNodeReduction"]
-
 WHOLE_NBYTES = 64 * 1024  # of several ranks on each node: slices of larger buckets save bytes
 
 
 class CrossNodeReduction:
-    """Reduces buckets between the nodes of a communicator.
-
-    Args:
-        comm: the ranks.
-        buckets: the buckets.
-        op: the reduction.
-        compression: wire format of float32 and float64 between nodes, for buckets of more than
-            `SMALL_NBYTES`: for smaller ones the number of messages counts, not their size.
-    """
+    """Reduces buckets between the nodes of a communicator."""
 
     def __init__(
         self, comm: Communicator, buckets: Sequence[Bucket], op: ReduceOp, compression: Compressor
@@ -104,15 +94,7 @@ class CrossNodeReduction:
         result: np.ndarray,
         count: int | None = None,
     ) -> Payload:
-        """Returns a bucket that travels; see `Payload`.
-
-        Args:
-            number: index of the bucket.
-            load: returns the contribution of this node; see `Payload`.
-            result: receives the result.
-            count: number of elements of the slice of this rank, if the bucket travels in slices.
-                Defaults to `None`: it travels as a whole.
-        """
+        """Returns a bucket that travels; see `Payload`."""
         if number not in self._legs:
             bucket, comm = self.buckets[number], self._comm
             legs = None
@@ -137,11 +119,6 @@ class CrossNodeReduction:
         """Reduces a bucket over all ranks, without shared memory. Collective; blocks.
 
         The order of sums is that of a reduction on each node first, so the bits are equal.
-
-        Args:
-            number: index of the bucket.
-            source: fused array of this rank, of the dtype of the caller; it is not widened here.
-            target: fused array, written: the result. May be `source`.
         """
         sums, wire = Combination(self._op), self._wire(number, source.dtype)
         is_own = is_own_accumulator(source.dtype, self._op)

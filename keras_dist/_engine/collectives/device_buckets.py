@@ -34,8 +34,6 @@ from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._gpu import DeviceArray, Half, Staging, load_runtime, staging_of
 
-__all__ = ["DeviceBuckets"]
-
 R = TypeVar("R")
 
 
@@ -61,11 +59,7 @@ class _Plan(Protocol):
 
 
 class _Calls(dict[int, CollectiveSignature]):
-    """The operations of the buckets, made when they are needed, with their digests.
-
-    Args:
-        fused: the plan.
-    """
+    """The operations of the buckets, made when they are needed, with their digests."""
 
     def __init__(self, fused: _Plan):
         super().__init__()
@@ -78,12 +72,7 @@ class _Calls(dict[int, CollectiveSignature]):
 
 
 class DeviceBuckets:
-    """The buckets of a plan, reduced in GPU memory.
-
-    Args:
-        fused: the plan.
-        plan: how it runs.
-    """
+    """The buckets of a plan, reduced in GPU memory."""
 
     def __init__(self, fused: _Plan, plan: PlanOptions):
         self._fused, self._plan = fused, plan
@@ -107,20 +96,11 @@ class DeviceBuckets:
         return results
 
     def prepare(self, number: int, arrays: Sequence[DeviceArray]) -> JoinedArrays:
-        """Joins the arrays of a bucket at once, before later work of their framework.
-
-        Args:
-            number: index of the bucket.
-            arrays: its arrays, or the one array in which they are joined already.
-        """
+        """Joins the arrays of a bucket at once, before later work of their framework."""
         return JoinedArrays(self._fused.buckets[number], arrays)
 
     def reduce(self, number: int, given: JoinedArrays, lend: bool) -> list[DeviceArray]:
-        """Reduces a bucket. Collective: every rank.
-
-        Returns:
-            As many arrays as were given to `prepare`.
-        """
+        """Reduces a bucket. Collective: every rank."""
         if not self._uses_nccl(number):
             return self._through_host(number, given, lend)
         self._fused.count(number)

@@ -20,19 +20,9 @@ from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import entries_of
 from keras_dist._gpu import DeviceArray
 
-__all__ = ["rows_through"]
-
 
 def rows_through(on_host: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `reduce_slices` for rows wherever they are.
-
-    Args:
-        on_host: `reduce_slices` on arrays of the host.
-
-    Returns:
-        The same function for arrays of the host. For arrays in GPU memory it returns the rows,
-        their indices, and a number: the caller adds up rows of equal index and divides by it.
-    """
+    """Returns `reduce_slices` for rows wherever they are."""
 
     def run(
         comm: Communicator,

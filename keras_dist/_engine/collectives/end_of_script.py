@@ -12,8 +12,6 @@ from keras_dist._engine.shm.wait import AT_THE_END, blocked, note
 from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._engine.tracing import spans
 
-__all__ = ["wait_for_end"]
-
 
 def wait_for_end(comms: Sequence[Communicator]) -> None:
     """Waits until every rank is at the end of its script, then closes services.
@@ -21,12 +19,6 @@ def wait_for_end(comms: Sequence[Communicator]) -> None:
     Collective: every rank; blocks. Ranks that still work may wait in any of the communicators, so
     this rank waits in all at once. Queued operations run first. The stall watchdog reports this
     wait but does not end the job while the other ranks may still be working.
-
-    Args:
-        comms: all communicators of this rank, that of the job first.
-
-    Raises:
-        MismatchError: another rank is in a collective, which this rank will not call.
     """
     for comm in comms:
         comm.order.drain()

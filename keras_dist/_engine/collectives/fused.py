@@ -19,8 +19,6 @@ from keras_dist._engine.nccl.path import are_on_device
 from keras_dist._engine.options import OpOptions, PlanOptions
 from keras_dist._engine.ordering.ticket import Handle
 
-__all__ = ["FusedAllreduce"]
-
 
 class FusedAllreduce(HostBuckets):
     """Reduces the same list of arrays repeatedly, fused into buckets.
@@ -29,14 +27,7 @@ class FusedAllreduce(HostBuckets):
     bucket, so a rank with other arrays is found before data moves.
 
     Args:
-        comm: the ranks.
-        names: names of the arrays in messages.
         specs: shape and dtype of each array.
-        options: the reduction; Adasum combines each array separately and compresses nothing.
-        plan: how it runs.
-
-    Raises:
-        ArgumentTypeError: the reduction is not defined for one of the dtypes.
 
     Attributes:
         is_in_graph: whether a graph of a framework refers to it, see `WeakPlan`.
@@ -70,15 +61,7 @@ class FusedAllreduce(HostBuckets):
         return [reduced[index] for index in range(len(arrays))]
 
     def reduce_buckets(self, parts: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Reduces all buckets. Collective: every rank; blocks.
-
-        Args:
-            parts: the arrays of each bucket, or the one array in which they are joined, as `Bucket`
-                lays it out.
-
-        Returns:
-            As many arrays of each bucket.
-        """
+        """Reduces all buckets. Collective: every rank; blocks."""
         if parts and are_on_device(parts[0]):
             self._follow_ranks()
             return self._on_device.reduce_all(parts)
@@ -96,16 +79,6 @@ class FusedAllreduce(HostBuckets):
         """Reduces the arrays of one bucket.
 
         Collective: every rank, bucket after bucket in the order of `buckets`; blocks.
-
-        Args:
-            number: index of the bucket.
-            arrays: arrays of this rank, in the order of the slots of the bucket. All are on the
-                host or all are in GPU memory, and so are the results. In GPU memory also the one
-                array in which they are joined; then it is the result as well.
-            lend: whether results may be lent, if the plan lends. Ranks may differ in it.
-
-        Returns:
-            The reduced arrays, in the same order: views of one buffer.
         """
         self._follow_ranks()
         try:

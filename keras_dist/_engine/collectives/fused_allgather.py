@@ -21,8 +21,6 @@ from keras_dist._engine.shm.zero_copy import ResultLease
 from keras_dist._engine.signature import CollectiveSignature, entries_of
 from keras_dist._engine.tracing import spans
 
-__all__ = ["FusedAllgather"]
-
 # Arrays are cut at multiples of this size. Loops over vectors compute the elements that fill no
 # vector one by one, some functions with other last bits: so a cut leaves no such elements.
 CUT_NBYTES = 512
@@ -39,12 +37,7 @@ class FusedAllgather:
     rendezvous and no copy. The memory is used as that of `bucket_reduction`.
 
     Args:
-        comm: the ranks.
-        names: names of the arrays in messages.
         specs: shape and dtype of each array.
-        operation: name of the operation in messages.
-        remedy: what to do when the ranks differ.
-        ranks: returns the current ranks, since the graph of a step may outlive its communicator.
     """
 
     def __init__(
@@ -87,9 +80,6 @@ class FusedAllgather:
 
     def __call__(self, slices: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Gathers the list. Collective: every rank; blocks.
-
-        Args:
-            slices: the parts of this rank, see `part`; flat arrays.
 
         Returns:
             The whole arrays, in their shapes. They may be read in place until the second following

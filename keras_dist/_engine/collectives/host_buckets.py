@@ -34,20 +34,12 @@ from keras_dist._engine.shm.bucket_reduction import (
 from keras_dist._engine.signature import CollectiveSignature, Entry, entries_of
 from keras_dist._engine.tracing import spans
 
-__all__ = ["HostBuckets"]
-
 
 class HostBuckets:
     """The buckets of a plan, with the memory in which the host reduces them.
 
     Args:
-        comm: the ranks.
-        names: names of the arrays in messages.
         specs: shape and dtype of each array.
-        options: the reduction.
-        plan: how it runs.
-        whole: the operation on a bucket of which the arrays are the pieces. Defaults to `None`: the
-            plan is an operation of its own.
     """
 
     def __init__(
@@ -109,13 +101,7 @@ class HostBuckets:
     def reduce_on_host(
         self, number: int, arrays: Sequence[np.ndarray], lend: bool
     ) -> list[np.ndarray]:
-        """Reduces the arrays of one bucket. Collective: every rank; blocks.
-
-        Args:
-            number: index of the bucket.
-            arrays: arrays of this rank, in the order of the slots of the bucket.
-            lend: whether results may be lent, if the plan lends.
-        """
+        """Reduces the arrays of one bucket. Collective: every rank; blocks."""
         self.count(number)
         work = functools.partial(self._reduce_bucket, number, arrays, lend)
         return retry(
@@ -157,15 +143,7 @@ class HostBuckets:
         reduction: BucketReduction | None,
         payload: Payload | None = None,
     ) -> list[np.ndarray]:
-        """Reduces a bucket that is published, after the rendezvous, with the lock held.
-
-        Args:
-            number: index of the bucket.
-            arrays: arrays of this rank.
-            lend: whether the results may be lent.
-            reduction: the reduction in shared memory; `None`: through MPI.
-            payload: numbers that have travelled with the digests. Defaults to none.
-        """
+        """Reduces a bucket that is published, after the rendezvous, with the lock held."""
         bucket = self.buckets[number]
         if self.comm.faults.joined is not None:
             return bucket.unpack(self.reduce_among(bucket.pack(arrays)))
@@ -197,13 +175,7 @@ class HostBuckets:
     def payload(
         self, number: int, arrays: Sequence[np.ndarray], reduction: BucketReduction | None
     ) -> Payload | None:
-        """Returns the bucket as a payload, if it travels with the digests.
-
-        Args:
-            number: index of the bucket.
-            arrays: arrays of this rank; of a bucket that is widened the one array of its sums.
-            reduction: the reduction in shared memory; `None` if there is none.
-        """
+        """Returns the bucket as a payload, if it travels with the digests."""
         if not self.travels(number, reduction):
             return None
         if isinstance(reduction, Sliced):
@@ -252,14 +224,7 @@ class HostBuckets:
         lend: bool = True,
         out: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Reduces a bucket that is published; returns it fused, in memory that stays as it is.
-
-        Args:
-            number: index of the bucket.
-            reduction: its reduction.
-            lend: whether the result may be lent.
-            out: flat array for the result, where there is one node. Defaults to none.
-        """
+        """Reduces a bucket that is published; returns it fused, in memory that stays as it is."""
         try:
             flat = reduction.reduce(self._cross_node.finish(number), out)
         except SliceError as failure:

@@ -14,18 +14,11 @@ from keras_dist._engine.collectives.host_buckets import HostBuckets
 from keras_dist._engine.options import PlanOptions
 from keras_dist._gpu import DeviceArray
 
-__all__ = ["HostPieces"]
-
 PIECE_NBYTES = 4 * 2**20
 
 
 class HostPieces:
     """The pieces of a bucket, of which each is a bucket of a plan on the host.
-
-    Args:
-        fused: the plan of the bucket.
-        plan: how it runs.
-        number: index of the bucket.
 
     Attributes:
         comm: the ranks.

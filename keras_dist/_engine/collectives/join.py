@@ -17,8 +17,6 @@ from keras_dist._engine.shm.wait import note, waiting
 from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks
 from keras_dist._engine.tracing import spans
 
-__all__ = ["exchange_among", "join_all"]
-
 LONGEST_NAP_SECONDS = 1e-3
 
 
@@ -30,17 +28,8 @@ def join_all(
     Collective: every rank of each communicator; blocks. The others may still reduce in any of the
     communicators, so this rank waits in all at once. Queued operations run first.
 
-    Args:
-        comms: all communicators of this rank.
-        takes_named: whether this rank takes part in named operations, or leaves them until all
-            ranks call them. Defaults to `True`.
-
     Returns:
         For each communicator the ranks that joined first and last; `None` if all joined at once.
-
-    Raises:
-        MismatchError: other ranks call an operation that is not defined without this rank; raised
-            on every rank. The other communicators cannot be used afterwards.
     """
     found = retry(comms[0], lambda: _join(comms, takes_named), joins=True)
     return dict(zip(comms, found, strict=True))
@@ -89,13 +78,6 @@ def exchange_among(comm: Communicator, mine: Any) -> list[Any]:
 
     Moves the data of an operation while some ranks have joined. It follows each rendezvous at which
     they were missing: those ranks take part in one exchange for each.
-
-    Args:
-        comm: the ranks; `comm.faults.joined` says which of them have joined.
-        mine: contribution of this rank; a `KerasDistError` is raised on every rank.
-
-    Returns:
-        Contributions in rank order.
     """
     joined = comm.faults.joined
     here = joined.here if joined is not None else range(comm.size)

@@ -8,8 +8,6 @@ import numpy as np
 from keras_dist._engine.buckets import Bucket
 from keras_dist._gpu import DeviceArray
 
-__all__ = ["JoinedArrays"]
-
 #: source and target of an operation, what it reads, what it writes, copies before it and after it
 Taken = tuple[DeviceArray, DeviceArray, Sequence[DeviceArray], list[DeviceArray], Any]
 
@@ -20,10 +18,6 @@ class JoinedArrays:
     The framework joins several arrays at once, or the engine copies each before its operation. A
     single array is reduced from where it lies. An error is raised by the methods, which the engine
     calls where an error of one rank is raised on all.
-
-    Args:
-        bucket: the bucket.
-        arrays: its arrays, or the one array in which they are joined already.
     """
 
     def __init__(self, bucket: Bucket, arrays: Sequence[DeviceArray]):

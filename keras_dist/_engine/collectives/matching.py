@@ -20,8 +20,6 @@ from keras_dist._engine.recovery.ulfm import check_alive
 from keras_dist._engine.shm.wait import AT_THE_END, waiting
 from keras_dist._engine.signature import JOINED, CollectiveSignature
 
-__all__ = ["by_name", "key_of", "match_names"]
-
 LONGEST_NAP_SECONDS = 10e-3
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -42,11 +40,7 @@ def by_name(operation: Operation) -> Operation:
 
 
 def key_of(operation: Callable[..., Any]) -> Callable[..., str | None]:
-    """Returns a function that finds the user's name among the arguments of an operation.
-
-    Args:
-        operation: its arguments after the ranks are those of the function.
-    """
+    """Returns a function that finds the user's name among the arguments of an operation."""
     parameters = list(inspect.signature(operation).parameters)
     holder = "options" if "options" in parameters else "key"
     index = parameters.index(holder) - 1
@@ -66,18 +60,6 @@ def match_names(
 
     Collective: every rank of `comm`, within a rendezvous. Ranks that have joined take part in any
     operation, those in `fit` only in operations without a name.
-
-    Args:
-        comm: the ranks.
-        calls: signature of the operation of each rank.
-        held: what each rank holds; see `CollectiveQueue.held_names`.
-
-    Returns:
-        Whether names differ, and all ranks wait without one that all hold.
-
-    Raises:
-        Reordered: this rank runs another operation first.
-        RepeatRendezvous: other ranks do, and this rank repeats its rendezvous.
     """
     here = [
         index

@@ -3,8 +3,6 @@
 from keras_dist import errors
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["mismatch"]
-
 
 def mismatch(
     comm: Communicator, rank: int, expected: str, received: str, remedy: str

@@ -21,8 +21,6 @@ from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks
 from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._engine.tracing import spans
 
-__all__ = ["is_known", "launch_known", "launch_on_all", "tell_all"]
-
 R = TypeVar("R")
 
 
@@ -32,22 +30,7 @@ def launch_on_all(
     work: Callable[[NcclRanks], R],
     ends: bool = True,
 ) -> R:
-    """Launches an operation by NCCL, after its rendezvous. Collective: every rank; blocks.
-
-    Args:
-        comm: the ranks.
-        call: the operation.
-        work: allocates the results and launches the operation. It makes no collective of the host.
-        ends: whether it is the last operation that the rendezvous covers. Defaults to `True`.
-
-    Returns:
-        The result of `work`.
-
-    Raises:
-        RankError: `work` has failed on a rank; raised on every rank. The ranks can continue with
-            other operations, by a new communicator of NCCL.
-        RankLostError: a rank has died.
-    """
+    """Launches an operation by NCCL, after its rendezvous. Collective: every rank; blocks."""
     success = _success(call.operation, call.gradients, call.bucket) if ends else None
     return _launch(comm, call, work, success)
 
@@ -70,19 +53,9 @@ def launch_known(
     The ranks find a difference before any of them uses a result. Then they abandon what they have
     launched, and meet before every launch from then on. Collective: every rank; blocks.
 
-    Args:
-        comm: the ranks.
-        call: the operation, which `is_known`.
-        work: see `launch_on_all`.
-        notices: see `rendezvous`.
-
     Returns:
         The result of `work`. `None` if it was abandoned, and the ranks have agreed on the operation
         as by `rendezvous`.
-
-    Raises:
-        RankError: as `launch_on_all`.
-        MismatchError: as `rendezvous`.
     """
     ranks = comm.nccl
     result = _launch(comm, call, work, call.launched_ahead, notices)
@@ -136,20 +109,7 @@ def _launch(
 def tell_all(
     comm: Communicator, operation: str, work: Callable[[], R], key: str | None = None
 ) -> R:
-    """Runs what prepares an operation, before its rendezvous.
-
-    Args:
-        comm: the ranks.
-        operation: name of the operation in messages.
-        work: the preparation.
-        key: the user's name for the operation. Defaults to `None`: none.
-
-    Returns:
-        The result of `work`.
-
-    Raises:
-        RankError: `work` has failed on this rank. The others raise it at their next rendezvous.
-    """
+    """Runs what prepares an operation, before its rendezvous."""
     try:
         return work()
     except Exception as failure:

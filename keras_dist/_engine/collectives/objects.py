@@ -11,8 +11,6 @@ from keras_dist._engine.messages import as_message
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["allgather_object", "broadcast_object", "exchange_or_raise"]
-
 
 @by_name
 @retried
@@ -69,13 +67,6 @@ def exchange_or_raise(comm: Communicator, found: Any) -> list[Any]:
 
     For checks of data that may fail on one rank alone: all ranks raise, and none waits for
     another. Collective: every rank, after a rendezvous; blocks.
-
-    Args:
-        comm: the ranks.
-        found: an object, or a `KerasDistError` that has not been raised.
-
-    Raises:
-        KerasDistError: that of the first rank that has one; raised on every rank.
     """
     parts = comm.allgather_bytes(as_message(found))
     objects = [pickle.loads(part.tobytes()) for part in parts]

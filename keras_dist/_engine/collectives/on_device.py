@@ -24,17 +24,9 @@ from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature, entries_of
 from keras_dist._gpu import DeviceArray
 
-__all__ = ["allgather", "broadcast", "gather", "reducescatter", "through"]
-
 
 def through(on_host: Callable[..., Any], on_device: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a collective of a list of arrays that runs where they are.
-
-    Args:
-        on_host: the collective on arrays of the host.
-        on_device: the same on arrays in GPU memory, if NCCL moves them. It returns `None` if it
-            does not define the operation, equally on all ranks.
-    """
+    """Returns a collective of a list of arrays that runs where they are."""
     key_among = key_of(on_host)
 
     @functools.wraps(on_host)

@@ -9,8 +9,6 @@ from keras_dist._engine.collectives.cross_node import CrossNodeReduction
 from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.shm.bucket_reduction import BucketReduction, Full, Sliced
 
-__all__ = ["contribution", "slice_payload"]
-
 
 def contribution(
     bucket: Bucket,
@@ -18,14 +16,7 @@ def contribution(
     reduction: BucketReduction | None,
     result: np.ndarray,
 ) -> np.ndarray:
-    """Returns the whole sum of this node, in `result` or where it lies.
-
-    Args:
-        bucket: the bucket.
-        arrays: arrays of this rank.
-        reduction: the reduction in shared memory; `None` if the node has one rank.
-        result: memory for the sum.
-    """
+    """Returns the whole sum of this node, in `result` or where it lies."""
     if isinstance(reduction, Full):
         reduction.reduce_published(result)
     elif len(arrays) == 1 and arrays[0].flags.c_contiguous:
@@ -36,13 +27,7 @@ def contribution(
 
 
 def slice_payload(cross_node: CrossNodeReduction, number: int, reduction: Sliced) -> Payload:
-    """Returns the slice of this rank as a payload.
-
-    Args:
-        cross_node: the reduction between nodes.
-        number: index of the bucket.
-        reduction: its reduction in shared memory.
-    """
+    """Returns the slice of this rank as a payload."""
 
     # It takes the payload: a reference to it would be a cycle.
     def load(payload: Payload) -> np.ndarray | None:

@@ -7,8 +7,6 @@ receive the notice within the same update. Independent of signals; sends nothing
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["deliver", "has_listener", "notice", "post", "set_listener"]
-
 Listener = Callable[[list[str]], None]
 
 
@@ -18,11 +16,7 @@ class _State:
 
 
 def set_listener(listener: Listener | None) -> None:
-    """Sets the function that receives the notices of all ranks; drops a pending notice.
-
-    Args:
-        listener: called with the texts, in the thread of the reduction; `None` for none.
-    """
+    """Sets the function that receives the notices of all ranks; drops a pending notice."""
     _State.notice, _State.listener = None, listener
 
 
@@ -42,11 +36,7 @@ def notice() -> str | None:
 
 
 def deliver(notices: Sequence[str | None]) -> None:
-    """Calls the listener with the notices of all ranks.
-
-    Args:
-        notices: notices in rank order; `None` for a rank without one.
-    """
+    """Calls the listener with the notices of all ranks."""
     texts = [text for text in notices if text is not None]
     if texts:
         _State.notice = None

@@ -22,8 +22,6 @@ from keras_dist._engine.shm.cow_mapping import PAGE
 from keras_dist._engine.shm.region import Region, result_count
 from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["OwnMemory", "PlanMemory", "PooledMemory"]
-
 
 class PlanMemory(Protocol):
     """Where the buckets of a plan are reduced, and where their results lie."""
@@ -51,14 +49,7 @@ class PlanMemory(Protocol):
 
 
 class OwnMemory:
-    """Memory of one plan, for all its buckets.
-
-    Args:
-        comm: the ranks.
-        cross_node: the buckets, and their reduction between nodes.
-        first_call: signature of the allocation.
-        lends: whether results may be lent.
-    """
+    """Memory of one plan, for all its buckets."""
 
     def __init__(
         self,
@@ -113,13 +104,7 @@ class OwnMemory:
 
 
 class PooledMemory:
-    """The regions of a communicator, which its single calls share.
-
-    Args:
-        comm: the ranks.
-        cross_node: the buckets, and their reduction between nodes.
-        first_call: signature of the allocation.
-    """
+    """The regions of a communicator, which its single calls share."""
 
     def __init__(
         self, comm: Communicator, cross_node: CrossNodeReduction, first_call: CollectiveSignature

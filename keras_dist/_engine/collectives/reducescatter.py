@@ -13,8 +13,6 @@ from keras_dist._engine.options import OpOptions
 from keras_dist._engine.recovery.retry import retried
 from keras_dist._engine.signature import entries_of_arrays
 
-__all__ = ["reducescatter"]
-
 
 @by_name
 @retried

@@ -14,8 +14,6 @@ from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.ordering.ticket import Reordered, in_flight
 from keras_dist._engine.signature import CollectiveSignature
 
-__all__ = ["RepeatRendezvous", "resolve_refused"]
-
 
 class RepeatRendezvous(Exception):
     """This rank must repeat the rendezvous: others have left it with an error."""
@@ -27,16 +25,6 @@ def resolve_refused(
     """Settles operations that some ranks have refused.
 
     Collective: every rank of `comm`, within a rendezvous. Returns if no rank waits for one.
-
-    Args:
-        comm: the ranks.
-        calls: signature of the operation of each rank, with the names that it has refused.
-        held: names that each rank holds; see `CollectiveQueue.held_names`.
-
-    Raises:
-        ArgumentError: this rank has called an operation that others have refused.
-        RepeatRendezvous: this rank has refused an operation that others have called.
-        Reordered: others have refused an operation that this rank holds.
     """
     names = [[name for name in each.names if name is not None] for each in held]
     for name in sorted({name for call in calls for name in call.refused}):

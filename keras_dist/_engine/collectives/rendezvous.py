@@ -26,17 +26,6 @@ from keras_dist._engine.shm.wait import note
 from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks, difference
 from keras_dist._engine.tracing import spans
 
-__all__ = [
-    "raise_on_all",
-    "rendezvous",
-    "rendezvous_count",
-    "rendezvous_for_payload",
-    "repeated_rendezvous",
-    "report_error",
-    "resolve_difference",
-    "slice_error",
-]
-
 SAME_STEPS = (
     "Every rank must make the same calls and the same number of steps: share the data out "
     "with keras_dist.data.shard, call keras_dist.join where data ends early, and let all ranks "
@@ -70,21 +59,6 @@ def rendezvous(
 
     Collective: every rank of `comm`; blocks. If some ranks have joined and the others agree,
     `comm.faults.joined` is set, and the operation runs without the ranks that have joined.
-
-    Args:
-        comm: the ranks.
-        call: what this rank is about to do.
-        notices: whether ranks exchange notices here, see `piggyback`: in reductions of gradients,
-            which all ranks call at the same place of their scripts.
-        payload: numbers that travel with the digests. They arrive unless a rank has a notice, holds
-            a result or has joined. Defaults to none.
-
-    Returns:
-        Whether a rank `holds` a result; the same on all ranks.
-
-    Raises:
-        MismatchError: the operations differ. Every rank raises the same text, and the ranks can
-            continue with other operations.
     """
     if notices:
         comm.faults.update_size = comm.size
@@ -126,10 +100,6 @@ def repeated_rendezvous(
     The caller holds the lock, brings no notice and has refused no name. The function takes the
     payload, and returns whether all ranks brought the same digest; otherwise they have agreed to
     continue, as after `rendezvous`.
-
-    Args:
-        comm: the ranks, two or more.
-        call: what this rank is about to do.
     """
     ranks, digests, digest = comm.ranks, comm.digests, call.digest
     on_node = digests.on_node
@@ -156,9 +126,6 @@ def rendezvous_for_payload(comm: Communicator, call: CollectiveSignature, payloa
     """Lets a payload travel after a rendezvous in which the ranks differed, but agreed to continue.
 
     Collective: every rank of `comm`; blocks.
-
-    Raises:
-        RankError: a rank could not reduce its slice.
     """
     if not comm.digests.compare(PAYLOAD_ALONE, payload):
         resolve_difference(comm, _with_failure(comm, call, payload))
@@ -235,7 +202,7 @@ def _unreadable(comm: Communicator, operation: str, error: Exception) -> errors.
     expected = f"arguments of {operation} that can be read"
     remedy = "See the traceback of that rank; copy tensors of a GPU to the host first."
     received = f"{type(error).__name__}: {error}"
-    return errors.ArgumentError(errors.explain(comm.where(), expected, received, remedy))
+    return errors.ArgumentError(comm.where(), expected, received, remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,17 +219,6 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
 
     Collective: every rank of `comm`, after digests that were not equal. Ranks that differ in
     nothing but notices, held results or ranks that have joined continue.
-
-    Returns:
-        Whether a rank `holds` a result.
-
-    Raises:
-        Reordered: the names differ, and all ranks hold an operation that runs first.
-        RepeatRendezvous: this rank repeats its rendezvous, see `match_names` and `refusals`, or
-            other ranks must adapt to its gradients first.
-        UnlikeGradients: the gradients of the ranks differ, and this rank can adapt.
-        MismatchError: says which rank differs, and in what.
-        KerasDistError: an error in the arguments of a rank, see `raise_on_all`.
     """
     mine = as_message(_Arrival(call, describe_progress(), comm.order.held_names()))
     arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]

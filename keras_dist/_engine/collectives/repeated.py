@@ -20,8 +20,6 @@ from keras_dist._engine.shm.bucket_reduction import BucketReduction, Full, Slice
 from keras_dist._engine.silence import silencer
 from keras_dist._engine.tracing import spans
 
-__all__ = ["Repeated", "repeated"]
-
 #: Reduces what fits the plan: an array, into the second argument or a new array, or a list of
 #: arrays, into new ones.
 Repeated = Callable[..., Any]
@@ -31,13 +29,7 @@ _Reduce = Callable[[np.ndarray | None, Any], Any]
 
 
 def repeated(plan: FusedAllreduce, ordinary: Callable[[Any], Any]) -> Repeated | None:
-    """Returns the short path of a plan that has run; `None` if it has none.
-
-    Args:
-        plan: a plan in pooled memory; the caller holds the lock.
-        ordinary: the ordinary path, for a call to which something else applies: a function of the
-            array, or of the list if the plan has several.
-    """
+    """Returns the short path of a plan that has run; `None` if it has none."""
     if len(plan.buckets) != 1 or plan.widening(0) is not None:
         return None
     comm, reduction = plan.comm, plan.memory.ready_reduction(0)

@@ -19,8 +19,6 @@ from keras_dist._engine.mpi.topology import first_error
 from keras_dist._engine.mpi.transfer import allgather_in_place, wait
 from keras_dist._engine.tracing import spans
 
-__all__ = ["Rows", "exchange_rows_of_nodes"]
-
 DONE = b"rows are ready.."  # 16 bytes, as a digest
 FAILED = b"rows are missing"
 
@@ -30,9 +28,6 @@ class Rows:
     """Rows of a table.
 
     Args:
-        width: number of elements of a row.
-        dtype: their dtype.
-        numbers: the index of each row.
         write: writes the rows to an array of shape (number of rows, width).
     """
 
@@ -57,18 +52,10 @@ def exchange_rows_of_nodes(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Returns the rows of all ranks. Collective: every rank, after a rendezvous; blocks.
 
-    Args:
-        comm: the ranks.
-        mine: the rows of this rank.
-        lengths: number of rows of each rank.
-
     Returns:
         The rows, shape (number of rows of all ranks, width), in memory that the next exchange
         writes to; their indices, in rank order; and the place of each row, in rank order, among
         the rows. `None`: rows are in rank order.
-
-    Raises:
-        RankError: a rank could not write its rows; raised on every rank.
     """
     memory = _memory(comm, mine, sum(lengths))
     if memory is None:

@@ -9,71 +9,29 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.transfer import alltoall_parts, as_bytes
 from keras_dist._gpu import DeviceArray
 
-__all__ = [
-    "check_numbers",
-    "check_rows",
-    "exchange_bytes",
-    "exchange_rows",
-    "gather_rows",
-    "row_bounds",
-]
-
 
 def check_rows(
     comm: Communicator, array: np.ndarray | DeviceArray, name: str, purpose: str
 ) -> None:
-    """Checks that an array has rows of numbers.
-
-    Args:
-        comm: the ranks.
-        array: the array.
-        name: name of the array in messages.
-        purpose: purpose of the rows, such as `"to gather along"`.
-
-    Raises:
-        ArgumentError: the array is a scalar.
-        ArgumentTypeError: the array holds Python objects.
-    """
+    """Checks that an array has rows of numbers."""
     if array.ndim == 0:
         expected = f"{name} to have at least one dimension, {purpose}"
-        raise errors.ArgumentError(
-            errors.explain(comm.where(), expected, "a scalar", "Reshape it to (1,).")
-        )
+        raise errors.ArgumentError(comm.where(), expected, "a scalar", "Reshape it to (1,).")
     check_numbers(comm, array, name, "allgather_object")
 
 
 def check_numbers(
     comm: Communicator, array: np.ndarray | DeviceArray, name: str, other: str
 ) -> None:
-    """Checks that an array holds numbers, whose bytes are valid on another rank.
-
-    Args:
-        comm: the ranks.
-        array: the array.
-        name: name of the array in messages.
-        other: the function of keras_dist for objects.
-
-    Raises:
-        ArgumentTypeError: the array holds Python objects.
-    """
+    """Checks that an array holds numbers, whose bytes are valid on another rank."""
     if array.dtype.hasobject:
         expected = f"{name} to hold numbers"
         remedy = f"Cast it first, or use keras_dist.{other} for objects."
-        raise errors.ArgumentTypeError(
-            errors.explain(comm.where(), expected, f"dtype {array.dtype}", remedy)
-        )
+        raise errors.ArgumentTypeError(comm.where(), expected, f"dtype {array.dtype}", remedy)
 
 
 def row_bounds(count: int, size: int) -> np.ndarray:
-    """Returns the bounds of the rows of each rank; the first ranks get one more.
-
-    Args:
-        count: number of rows.
-        size: number of ranks.
-
-    Returns:
-        `size + 1` integers from 0 to `count`; rank r has rows `[r]` to `[r + 1]`.
-    """
+    """Returns the bounds of the rows of each rank; the first ranks get one more."""
     ranks = np.arange(size + 1)
     return ranks * (count // size) + np.minimum(ranks, count % size)
 
@@ -82,14 +40,10 @@ def exchange_bytes(comm: Communicator, payload: np.ndarray, table: np.ndarray) -
     """Sends each rank a part of a buffer. Collective: every rank; blocks.
 
     Args:
-        comm: the ranks.
         payload: uint8 array: the part for rank 0, then that for rank 1, and so on; bytes after the
             last part are not sent.
         table: number of bytes that each rank (first axis) sends to each rank; the same on all
             ranks.
-
-    Returns:
-        New uint8 array: the part from rank 0, then that from rank 1, and so on.
     """
     payload = payload[: int(table[comm.rank].sum())]
     if comm.size == 1:
@@ -103,10 +57,6 @@ def exchange_rows(comm: Communicator, arrays: Sequence[np.ndarray]) -> list[np.n
     """Sends each rank its rows of the arrays of all ranks, in one message.
 
     Collective: every rank, with arrays of the same shapes and dtypes; blocks.
-
-    Args:
-        comm: the ranks.
-        arrays: arrays of this rank, of at least one dimension.
 
     Returns:
         For each array a new one of shape (number of ranks, rows of this rank, ...), in rank order.
@@ -131,16 +81,7 @@ def exchange_rows(comm: Communicator, arrays: Sequence[np.ndarray]) -> list[np.n
 def gather_rows(
     comm: Communicator, parts: Sequence[np.ndarray], lengths: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
-    """Concatenates the rows of arrays of all ranks. Collective: every rank; blocks.
-
-    Args:
-        comm: the ranks.
-        parts: arrays of this rank, of at least one dimension.
-        lengths: for each rank the number of rows of each array.
-
-    Returns:
-        List of new arrays: the rows of rank 0, then of rank 1, and so on.
-    """
+    """Concatenates the rows of arrays of all ranks. Collective: every rank; blocks."""
     pieces = [as_bytes(part) for part in parts]
     # A single array, the usual case, is not copied first.
     payload = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

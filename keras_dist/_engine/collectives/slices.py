@@ -30,8 +30,6 @@ from keras_dist._engine.row_sums import RowGroups
 from keras_dist._engine.signature import Entry
 from keras_dist._engine.tracing import spans
 
-__all__ = ["reduce_slices"]
-
 
 @by_name
 @retried
@@ -51,22 +49,8 @@ def reduce_slices(
     joined do not count.
 
     Args:
-        comm: the ranks.
         values: rows of this rank, shape (count, ...); `count` may differ from rank to rank.
         indices: integers of shape (count,), the index of each row.
-        name: name of the table in messages.
-        options: the reduction: a sum or an average, without factors.
-        notices: see `rendezvous`.
-
-    Returns:
-        New arrays: the rows, and their indices, unique and ascending.
-
-    Raises:
-        ArgumentError: `values` is a scalar, `indices` does not fit it, or the reduction is another
-            one; raised on every rank, whichever rank passed it.
-        ArgumentTypeError: `indices` are not integers, or the reduction is not defined for the
-            dtype of `values`; raised on every rank, whichever rank passed it.
-        MismatchError: the other dimensions, the dtypes or the reductions differ.
     """
     op = options.op
     entries = (
@@ -102,14 +86,7 @@ def reduce_slices(
 
 
 def _contribution(values: np.ndarray, indices: np.ndarray, op: ReduceOp, adds_up: bool) -> Rows:
-    """Returns the rows of a rank.
-
-    Args:
-        values: see `reduce_slices`.
-        indices: see `reduce_slices`.
-        op: the reduction.
-        adds_up: whether to add up rows of equal index, if a row can hold the sum.
-    """
+    """Returns the rows of a rank."""
     halved = needs_halves(values.dtype, op)
     dtype = values.dtype if halved else accumulator(values.dtype, op)
     width = math.prod(values.shape[1:])
@@ -163,14 +140,10 @@ def _check(
     if not np.issubdtype(indices.dtype, np.integer):
         expected = f"the indices of {name} to be integers"
         raise errors.ArgumentTypeError(
-            errors.explain(
-                comm.where(), expected, f"dtype {indices.dtype}", "Cast them, for example to int64."
-            )
+            comm.where(), expected, f"dtype {indices.dtype}", "Cast them, for example to int64."
         )
     if indices.shape != values.shape[:1]:
         expected = f"the indices of {name} to have shape {values.shape[:1]}, one for each row"
         raise errors.ArgumentError(
-            errors.explain(
-                comm.where(), expected, f"shape {indices.shape}", "Pass one index for each row."
-            )
+            comm.where(), expected, f"shape {indices.shape}", "Pass one index for each row."
         )

@@ -6,8 +6,6 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.gradient_sets import COMPARISON, UnlikeGradients, difference_of_sets, union
 from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks
 
-__all__ = ["settle_gradients"]
-
 
 def settle_gradients(
     comm: Communicator,
@@ -18,17 +16,6 @@ def settle_gradients(
     """Makes ranks that bring different gradients to a reduction compare them first.
 
     Collective: every rank of `comm`, within a rendezvous.
-
-    Args:
-        comm: the ranks.
-        calls: signature of the operation of each rank.
-        mine: that of this rank; of a rank that takes part in what others call, its own call.
-        before: the ranks that have joined before.
-
-    Raises:
-        MismatchError: a rank cannot reduce the gradients that others have.
-        UnlikeGradients: this rank has others to reduce.
-        RepeatRendezvous: the ranks that compare meet this one again.
     """
     here = [index for index, call in enumerate(calls) if call.operation != JOINED]
     sets = [each for each in (calls[index].gradients for index in here) if each is not None]

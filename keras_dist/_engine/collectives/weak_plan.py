@@ -12,17 +12,9 @@ from keras_dist import errors
 from keras_dist._engine.collectives.rendezvous import report_error
 from keras_dist._engine.communicator import Communicator
 
-__all__ = ["WeakPlan"]
-
 
 class WeakPlan:
-    """A function that returns a plan while it exists.
-
-    Args:
-        plan: the plan.
-        operation: its name in messages.
-        ranks: returns the current ranks of the plan.
-    """
+    """A function that returns a plan while it exists."""
 
     def __init__(self, plan: Any, operation: str, ranks: Callable[[], Communicator]):
         self._plan, self._operation, self._ranks = weakref.ref(plan), operation, ranks
@@ -31,21 +23,16 @@ class WeakPlan:
         """Returns the plan. Collective if it has ended on this rank: every rank raises.
 
         When a plan ends, which garbage collection decides, differs between ranks.
-
-        Raises:
-            BackendError: the plan has ended on a rank.
         """
         plan = self._plan()
         if plan is not None:
             return plan
         comm = self._ranks()
         error = errors.BackendError(
-            errors.explain(
-                comm.where(),
-                f"{self._operation} by the optimizer or the variables of a compiled step",
-                "a step that outlives them",
-                "Keep the optimizer and the model while their step is used, or trace a new step.",
-            )
+            comm.where(),
+            f"{self._operation} by the optimizer or the variables of a compiled step",
+            "a step that outlives them",
+            "Keep the optimizer and the model while their step is used, or trace a new step.",
         )
         report_error(comm, self._operation, error)
         raise error

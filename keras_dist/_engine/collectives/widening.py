@@ -21,18 +21,12 @@ from keras_dist._engine.arithmetic import (
 from keras_dist._engine.buckets import Bucket, Slot, aligned_array
 from keras_dist._engine.tracing import spans
 
-__all__ = ["Widening", "widenings"]
-
 
 class Widening:
     """A bucket, and the bucket of its sums.
 
     Narrow floats are reduced in float32 and rounded once, at the end. Averages of integers are sums
     of 64 bits that are divided at the end; a 64-bit integer is two halves, and no sum overflows.
-
-    Args:
-        bucket: the bucket, of a dtype that is not its own accumulator.
-        op: its reduction.
     """
 
     def __init__(self, bucket: Bucket, op: ReduceOp):
@@ -49,9 +43,6 @@ class Widening:
     def widen(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Packs arrays into a new array in the dtype of the sums.
 
-        Args:
-            arrays: arrays of this rank, one for each slot of the narrow bucket.
-
         Returns:
             Array of shape (bucket.count,).
         """
@@ -66,10 +57,6 @@ class Widening:
 
         Args:
             total: the reduced array, of shape (bucket.count,); it is not written.
-            ranks: number of contributions.
-
-        Returns:
-            New fused array of the narrow bucket.
         """
         result = aligned_array(self._narrow.count, self._narrow.dtype)
         with spans.phase("copy out"), np.errstate(all="ignore"):  # the caller judges overflow

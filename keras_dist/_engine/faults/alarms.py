@@ -32,11 +32,6 @@ class Alarms:
     """The alarms that this rank raises or passes on.
 
     Args:
-        rank: this rank.
-        size: number of ranks.
-        post: sends a message to a rank: an alarm for `handle`, or a confirmation for `confirm`.
-        receive: called with an alarm if this rank is its root: the ranks that wait for each other,
-            and whether the limit is over.
         patience: seconds until a confirmation.
         period: seconds between the alarms of a rank that keeps waiting, before the limit.
     """
@@ -61,12 +56,7 @@ class Alarms:
         return not all(alarm.is_confirmed for alarm in self._sent.values())
 
     def raise_alarm(self, ranks: Ranks, ends: bool) -> None:
-        """Raises an alarm of this rank.
-
-        Args:
-            ranks: the ranks that wait for each other.
-            ends: whether the limit is over.
-        """
+        """Raises an alarm of this rank."""
         self._pass_on(ranks, ends, self._root, is_own=True)
 
     def handle(self, sender: int, ranks: Ranks, ends: bool, root: int) -> None:

@@ -11,37 +11,10 @@ from typing import Any
 
 from keras_dist._engine.tracing import spans
 
-__all__ = [
-    "Progress",
-    "begin_epoch",
-    "count_update",
-    "describe_progress",
-    "during",
-    "is_during",
-    "is_nested",
-    "note_step",
-    "progress",
-    "repeat_update",
-]
-
 
 @dataclasses.dataclass
 class Progress:
-    """Progress of this process.
-
-    Args:
-        tasks: running tasks such as `"fit"`, the outermost first.
-        left: the last outermost task, while none runs.
-        epoch: current epoch, from 0.
-        updates: number of gradient reductions in this epoch.
-        step: number of steps of this epoch that have ended, if a callback counts them.
-        steps: number of steps of the epoch, if Keras knows it.
-        epochs: number of epochs to train.
-        samples_per_step: samples of this process per step, in the last epoch.
-        logs: last metrics of Keras.
-        done: number of steps since the process started; updates if no callback counts steps.
-        repeats: whether the next gradient reduction repeats the last one.
-    """
+    """Progress of this process."""
 
     tasks: list[str] = dataclasses.field(default_factory=list)
     left: str = ""

@@ -4,19 +4,15 @@ from collections.abc import Sequence
 
 from keras_dist import errors
 
-__all__ = ["have", "lost"]
-
 
 def lost(where: str, ranks: Sequence[int]) -> errors.RankLostError:
     """Returns the error of a rank that has seen other ranks die."""
     return errors.RankLostError(
-        errors.explain(
-            where,
-            "all ranks to come",
-            f"{have(ranks)} died",
-            "See its last output, the system log (out of memory) or the log of the batch system. "
-            "KERAS_DIST_ON_FAILURE=continue continues without it.",
-        )
+        where,
+        "all ranks to come",
+        f"{have(ranks)} died",
+        "See its last output, the system log (out of memory) or the log of the batch system. "
+        "KERAS_DIST_ON_FAILURE=continue continues without it.",
     )
 
 

@@ -13,16 +13,6 @@ from typing import Any
 from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.shm.wait import waits
 
-__all__ = [
-    "MAX_NAMED",
-    "RankState",
-    "Ranks",
-    "current_state",
-    "describe_operation",
-    "format_rank_list",
-    "is_stopped",
-]
-
 MAX_STACKS = 16_000  # characters from one rank
 MAX_NAMED = 16  # ranks
 
@@ -35,8 +25,6 @@ class RankState:
 
     Args:
         waits: for each waiting thread the ranks, the operation and the seconds.
-        progress: its progress in training, as text.
-        stacks: stacks of its Python threads.
     """
 
     waits: tuple[tuple[Ranks, str, float], ...]

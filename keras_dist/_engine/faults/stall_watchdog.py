@@ -34,8 +34,6 @@ from keras_dist._engine.mpi.mailbox import Mailbox
 from keras_dist._engine.shm.segments import clean_up
 from keras_dist._engine.shm.wait import AT_THE_END, waits
 
-__all__ = ["StallWatchdog"]
-
 MAX_IDLE_SECONDS = 5.0  # between checks, while no rank waits for long
 BUSY_SECONDS = 0.05  # between checks, during an alarm
 PATIENCE_SECONDS = 2.0  # time for an answer, beyond two checks
@@ -68,8 +66,6 @@ class StallWatchdog:
     """The stall watchdog of this rank. Collective to make: every rank of `world`; blocks.
 
     Args:
-        mpi: mpi4py's `MPI` module.
-        world: MPI communicator of the job; it is duplicated.
         period: seconds of waiting after which a warning is logged, repeatedly; 0: never.
         limit: seconds of waiting after which the job ends; 0: never.
     """

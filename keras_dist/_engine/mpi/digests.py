@@ -16,8 +16,6 @@ from keras_dist._engine.mpi.topology import Topology
 from keras_dist._engine.shm.node import Node
 from keras_dist._engine.shm.wait import waiting
 
-__all__ = ["NAP_SECONDS", "SPIN_SECONDS", "DigestExchange"]
-
 SPIN_SECONDS = 100e-6  # polls of several communicators or of one peer: this long before they sleep
 POLL_SECONDS = 1e-3  # polls of other nodes
 NAP_SECONDS = 50e-6
@@ -25,13 +23,7 @@ SAME, DIFFERENT = b"digests agree ..", b"digests differ ."  # 16 bytes, as a dig
 
 
 class DigestExchange:
-    """Compares digests of all ranks: in shared memory on one node, through MPI on several.
-
-    Args:
-        topology: the ranks.
-        node: shared memory of the ranks of this node, if there is any.
-        decline: called while this rank waits: answers ranks that wait for it elsewhere.
-    """
+    """Compares digests of all ranks: in shared memory on one node, through MPI on several."""
 
     def __init__(self, topology: Topology, node: Node | None, decline: Callable[[], None]):
         self._node, self._decline = node, decline
@@ -55,11 +47,6 @@ class DigestExchange:
 
         Args:
             digest: 16 bytes.
-            payload: numbers that are reduced if all bring the same digest. Defaults to none.
-
-        Returns:
-            Whether all ranks brought the same digest, and no rank failed to reduce its slice; the
-            same on all ranks.
         """
         self.count += 1
         node = self._node
@@ -80,11 +67,7 @@ class DigestExchange:
         return same
 
     def _meet_for_slices(self, node: Node, same: bool, payload: Payload) -> bool:
-        """Waits for the slices of all ranks of this node, unless a rank differs.
-
-        Returns:
-            Whether all ranks brought the same digest and have reduced their slices.
-        """
+        """Waits for the slices of all ranks of this node, unless a rank differs."""
         if not (same or self._answers_on_node):
             return False  # known to all ranks of all nodes
         done = payload.arrived or not self._has_peers

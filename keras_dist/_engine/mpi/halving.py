@@ -15,23 +15,13 @@ from keras_dist._engine.arithmetic import ReduceOp, combine, divide
 from keras_dist._engine.mpi.transfer import as_bytes, wait
 from keras_dist._engine.rounds import Exchange, halving
 
-__all__ = ["crossover", "reduce_by_halves"]
-
 HALF = 5  # MPI tag
 SEGMENT_NBYTES = 2**16  # of larger segments, pieces overlap with the arithmetic
 PAIR_NBYTES = 2**21  # of two nodes: their segments are the halves
 
 
 def reduce_by_halves(world: Any, target: np.ndarray, op: ReduceOp, divisor: int) -> None:
-    """Reduces a flat array over the ranks, in place. Collective: every rank of `world`; blocks.
-
-    Args:
-        world: MPI communicator of the ranks, one of each node.
-        target: the contribution of this rank, of a dtype that is its own accumulator; then the
-            result.
-        op: the reduction.
-        divisor: divisor of the result.
-    """
+    """Reduces a flat array over the ranks, in place. Collective: every rank of `world`; blocks."""
     rank = world.Get_rank()
     plan = halving(rank, world.Get_size(), target.size)
     theirs = np.empty_like(target)
@@ -69,13 +59,9 @@ def crossover(nodes: int, latency: float, message: float, byte: float) -> int:
     fewer bytes leave a switch. Of two nodes, segments are halves, which travel with the digests.
 
     Args:
-        nodes: number of nodes, at least 2.
         latency: seconds until a message has arrived.
         message: seconds that each further message takes.
         byte: seconds that each byte takes.
-
-    Returns:
-        The size; 0 for 3 nodes, where halving has no fewer messages.
     """
     if nodes <= 3:
         return PAIR_NBYTES if nodes == 2 else 0

@@ -11,22 +11,12 @@ import numpy as np
 
 from keras_dist._engine.shm.wait import noted
 
-__all__ = ["HELLO", "Hello", "decline"]
-
 HELLO = 1  # MPI tag; messages of collectives have tag 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """What one of two ranks tells the other.
-
-    Args:
-        rank: the sender of this greeting.
-        call: the operation it is about to run.
-        dtype: dtype of the array that it sends.
-        goes: whether it sends or receives; `False` in a rendezvous of all ranks.
-        why: message of the error that the other rank raises, if this one has failed.
-    """
+    """What one of two ranks tells the other."""
 
     rank: int
     call: Any
@@ -36,12 +26,7 @@ class Hello:
 
 
 def decline(world: Any, rank: int) -> None:
-    """Declines the greetings of ranks that wait for this one.
-
-    Args:
-        world: MPI communicator of the job.
-        rank: this rank.
-    """
+    """Declines the greetings of ranks that wait for this one."""
     while (message := world.improbe(tag=HELLO)) is not None:
         hello = message.recv()
         world.send(Hello(rank, str(noted()), goes=False), hello.rank, HELLO)

@@ -9,20 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "failed_process",
-    "is_communicator",
-    "is_cuda_aware",
-    "leave_without_finalizing",
-    "load_mpi",
-    "mpi_failure",
-    "start_mpi",
-    "stop_mpi",
-    "survives_process_death",
-    "unlink_mpich_memory",
-    "version",
-]
-
 ULFM = "OMPI_MCA_mpi_ft_enable"  # set by Open MPI's mpiexec
 
 _failure: str | None = None
@@ -95,9 +81,6 @@ def leave_without_finalizing() -> bool:
 
     MPI_Finalize exchanges messages within each communicator that has spawned ranks, and waits
     forever for those that have died.
-
-    Returns:
-        Whether the library of the runtime was found; otherwise nothing changes.
     """
     global _leaves
     maps = Path("/proc/self/maps")

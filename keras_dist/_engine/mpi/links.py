@@ -11,8 +11,6 @@ import numpy as np
 from keras_dist._engine.mpi.halving import crossover
 from keras_dist._engine.shm.wait import blocked
 
-__all__ = ["Links", "common", "measure_links"]
-
 PROBE = 8  # MPI tag
 SMALL_NBYTES, MESSAGES, PROBES = 64, 8, 5
 LARGE_NBYTES, LARGE_MESSAGES, LARGE_PROBES = 2**20, 2, 6  # of a node
@@ -42,11 +40,7 @@ class Links:
 
 
 def common(every: Sequence[Links]) -> Links:
-    """Returns the links of a node.
-
-    Args:
-        every: what each of its ranks has measured. They share the links, so their rates are added.
-    """
+    """Returns the links of a node."""
     return Links(min(each.halving_nbytes for each in every), sum(each.rate for each in every))
 
 
@@ -55,14 +49,6 @@ def measure_links(world: Any, mpi: Any, slices: int = 1) -> Links:
 
     Takes some milliseconds, and the time in which a node of one to four ranks sends 12 MiB; a
     larger one sends 3 MiB for each rank.
-
-    Args:
-        world: MPI communicator with one rank of each node.
-        mpi: mpi4py's `MPI` module.
-        slices: number of ranks of a node that measure at about the same time. Defaults to 1.
-
-    Returns:
-        The links, equal on all ranks of `world`.
     """
     nodes = world.Get_size()
     if nodes == 1:

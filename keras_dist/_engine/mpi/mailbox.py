@@ -8,17 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Mailbox"]
-
 NAP_SECONDS = 0.5e-3
 
 
 class Mailbox:
-    """Messages from and to one thread of this rank. Collective to make: every rank; blocks.
-
-    Args:
-        world: MPI communicator of the ranks; it is duplicated.
-    """
+    """Messages from and to one thread of this rank. Collective to make: every rank; blocks."""
 
     def __init__(self, world: Any):
         self._world = world.Dup()
@@ -40,9 +34,6 @@ class Mailbox:
 
     def close(self, check: Callable[[], None] = lambda: None) -> None:
         """Closes the mailbox; no message is lost. Collective: every rank; blocks.
-
-        Args:
-            check: called repeatedly; raises if waiting is useless. Defaults to no check.
 
         A sender knows that its messages have been received (Issend). A rank enters the barrier when
         its messages have been received, and receives those of others until all have entered.

@@ -7,8 +7,6 @@ programs that share memory between processes.
 import platform
 from typing import Any
 
-__all__ = ["MemoryFence", "orders_stores"]
-
 
 def orders_stores() -> bool:
     """Returns whether other cores see the stores of a core in their order."""
@@ -20,9 +18,6 @@ class MemoryFence:
 
     The window belongs to this process alone. It is one of shared memory, since the libraries use no
     fence for others.
-
-    Args:
-        mpi: mpi4py's `MPI` module.
     """
 
     def __init__(self, mpi: Any):

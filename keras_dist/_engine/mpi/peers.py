@@ -18,8 +18,6 @@ from keras_dist._engine.buckets import ALIGNMENT, aligned_array
 from keras_dist._engine.rounds import Exchange, doubling, halving
 from keras_dist._engine.silence import silencer
 
-__all__ = ["MAX_PAYLOAD_NBYTES", "MAX_TRAVELLING_NBYTES", "Legs", "Payload", "Peers"]
-
 MAX_PAYLOAD_NBYTES = 64 * 1024  # for larger buckets the number of bytes counts, not of messages
 MAX_TRAVELLING_NBYTES = 4 * 2**20  # of any bucket that travels; the memory of a message
 EAGER_NBYTES = 32 * 1024  # MPI libraries ask the receiver before they send much more
@@ -33,15 +31,7 @@ BYTE = np.dtype(np.uint8)
 
 
 class _Leg:
-    """An exchange with another node, and its parts of the memory of messages.
-
-    Args:
-        step: the exchange.
-        sent: memory of the message that is sent.
-        received: memory of the message that arrives.
-        dtype: dtype of the numbers.
-        lead: how many elements follow the digest at once; the others are a message of their own.
-    """
+    """An exchange with another node, and its parts of the memory of messages."""
 
     def __init__(
         self, step: Exchange, sent: np.ndarray, received: np.ndarray, dtype: np.dtype, lead: int
@@ -62,12 +52,7 @@ class _Leg:
 
 
 class Legs:
-    """The exchanges of one bucket.
-
-    Args:
-        there: exchanges after which this node has its part of the result, in their order.
-        back: those after which it has the whole result.
-    """
+    """The exchanges of one bucket."""
 
     def __init__(self, there: Sequence[_Leg], back: Sequence[_Leg]):
         self.there, self.back = there, back
@@ -79,22 +64,7 @@ class Legs:
 
 @dataclasses.dataclass
 class Payload:
-    """A bucket, or a slice of one, that is reduced over nodes while ranks compare digests.
-
-    Args:
-        legs: the exchanges; `None` for a rank without a slice.
-        op: the reduction of two contributions.
-        divisor: divisor of the result.
-        load: takes the payload and returns the contribution of this node, once all its ranks are
-            there: a flat array, which may be `result`, or `None` after a failure. It may set
-            `result` and `partial`.
-        result: flat array that receives the result. Not written while a digest may differ, if
-            `partial` is other memory.
-        partial: flat array for sums over some of the nodes. Defaults to `None`: `result`.
-        is_slice: whether the ranks of a node exchange a slice each, in memory that they share.
-        failure: the error of this rank, if it could not reduce its slice.
-        arrived: whether the last exchange has reduced the numbers; the same on all ranks.
-    """
+    """A bucket, or a slice of one, that is reduced over nodes while ranks compare digests."""
 
     legs: Legs | None
     op: ReduceOp
@@ -108,11 +78,7 @@ class Payload:
 
 
 class Peers:
-    """One rank of each node, which compare digests.
-
-    Args:
-        world: MPI communicator of these ranks.
-    """
+    """One rank of each node, which compare digests."""
 
     def __init__(self, world: Any):
         self._world, self._rank, self._size = world, world.Get_rank(), world.Get_size()
@@ -134,10 +100,6 @@ class Peers:
         Up to `MAX_PAYLOAD_NBYTES` a node sends all it has; above, nodes halve the bucket, which
         takes more messages and fewer bytes. At most `EAGER_NBYTES` of the bucket, or of its first
         half, are copied behind the digest.
-
-        Args:
-            count: number of elements, of up to `MAX_TRAVELLING_NBYTES`; equal on all ranks.
-            dtype: their dtype, that of sums as well.
         """
         if count * dtype.itemsize > MAX_PAYLOAD_NBYTES:
             there = halving(self._rank, self._size, count)
@@ -163,11 +125,6 @@ class Peers:
 
         Args:
             digest: 16 bytes.
-            same: whether all ranks of this node bring this digest.
-            payload: numbers that are reduced if all bring the same. Defaults to none.
-
-        Returns:
-            Whether all ranks of all nodes bring the same digest; equal on all ranks.
         """
         # A rank without legs has no peers, and never comes here.
         legs = self._digests if payload is None or payload.legs is None else payload.legs
@@ -196,12 +153,7 @@ class Peers:
     def _exchange(
         self, leg: _Leg, digest: bytes, same: bool, mine: np.ndarray | None
     ) -> Generator[None, None, tuple[bool, np.ndarray | None]]:
-        """Exchanges digests, and numbers while they are equal.
-
-        Returns:
-            Whether the digests are equal; the numbers of this node, if they are and the other node
-            has numbers as well.
-        """
+        """Exchanges digests, and numbers while they are equal."""
         leaving = [] if leg.given is None else self._send(leg, same, mine)
         if leg.kept is not None:
             # After sending: what the other node waits for comes first.

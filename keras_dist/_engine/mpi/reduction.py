@@ -29,8 +29,6 @@ from keras_dist._engine.pieces import Pieces, piece_nbytes
 from keras_dist._engine.rounds import combine_rows
 from keras_dist._engine.shm.wait import blocked
 
-__all__ = ["SMALL_NBYTES", "Combination", "reduce_through_mpi"]
-
 # Up to here every rank reduces everything: one message instead of two.
 SMALL_NBYTES = 32 * 1024
 WINDOW = 2  # pieces of each segment that are under way: one travels while another is reduced
@@ -47,26 +45,14 @@ _MPI_OPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """How the contributions of the ranks become one result.
-
-    Args:
-        op: the reduction.
-        divisor: divisor of the result.
-        nodes: ranks of each node, whose contributions are combined first: the order of sums is that
-            of a reduction on each node. Defaults to none: rank order, as for averages of integers.
-    """
+    """How the contributions of the ranks become one result."""
 
     op: ReduceOp
     divisor: int = 1
     nodes: Sequence[Sequence[int]] = ()
 
     def reduce_into(self, result: np.ndarray, numbers: Sequence[np.ndarray]) -> None:
-        """Reduces contributions, given in rank order.
-
-        Args:
-            result: array that is written. With `nodes`, it may be one of the contributions.
-            numbers: contributions of all ranks.
-        """
+        """Reduces contributions, given in rank order."""
         if len(self.nodes) <= 1:
             reduce_into(result, iter(numbers), self.op)
             return
@@ -107,19 +93,7 @@ def reduce_through_mpi(
     links: Links | None = None,
     library: Any | None = None,
 ) -> None:
-    """Reduces a flat array over ranks. Collective: every rank of `world`; blocks.
-
-    Args:
-        world: MPI communicator of the ranks.
-        source: contiguous array: the contribution of this rank.
-        target: contiguous array of the same size and dtype, written: the result. May be `source`.
-        sums: how contributions are combined.
-        wire: wire format of the numbers.
-        links: the links between nodes, equal on all ranks. Defaults to `None`: nothing is known
-            about them.
-        library: mpi4py's `MPI` module where `MPI_Allreduce` reduces float32, float64 and complex
-            numbers. Defaults to `None`: the order of sums is that of `sums`.
-    """
+    """Reduces a flat array over ranks. Collective: every rank of `world`; blocks."""
     links = links or Links()
     size, is_own = world.Get_size(), is_own_accumulator(source.dtype, sums.op)
     width = max(source.itemsize, wire.dtype.itemsize)
@@ -189,15 +163,7 @@ def _reduce_in_pieces(
 
 
 class _Messages:
-    """The messages of one reduction.
-
-    Args:
-        world: MPI communicator of the ranks.
-        source: contribution of this rank.
-        target: the result.
-        wire: wire format of the numbers.
-        pieces: which rank reduces what.
-    """
+    """The messages of one reduction."""
 
     def __init__(
         self, world: Any, source: np.ndarray, target: np.ndarray, wire: Wire, pieces: Pieces

@@ -5,16 +5,11 @@ from typing import Any
 
 from keras_dist._engine.shm.wait import blocked
 
-__all__ = ["Topology", "first_error", "share"]
-
 
 class Topology:
     """The ranks of an MPI communicator, and which of them share a node.
 
     Describes one process until `discover` has run.
-
-    Args:
-        world: MPI communicator of the ranks, for this use alone; `None` without MPI.
 
     Attributes:
         rank: this rank, 0 to `size - 1`.
@@ -45,11 +40,7 @@ class Topology:
         self.first_on_node = 0
 
     def discover(self, mpi: Any) -> None:
-        """Finds out the place of every rank. Collective: every rank; blocks.
-
-        Args:
-            mpi: mpi4py's `MPI` module.
-        """
+        """Finds out the place of every rank. Collective: every rank; blocks."""
         self.rank, self.size = self.world.Get_rank(), self.world.Get_size()
         self.local = self.world.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank, self.local_size = self.local.Get_rank(), self.local.Get_size()

@@ -14,18 +14,6 @@ import numpy as np
 from keras_dist._engine.shm.wait import blocked, pause, waiting
 from keras_dist._engine.tracing import spans
 
-__all__ = [
-    "MAX_NBYTES",
-    "allgather_in_place",
-    "allgather_parts",
-    "alltoall_parts",
-    "as_bytes",
-    "broadcast_bytes",
-    "receive_bytes",
-    "send_bytes",
-    "wait",
-]
-
 IDLE_POLL_SECONDS = 8e-6  # a longer poll has moved data, or has lost the core
 MAX_NBYTES = 2**30  # in one call: below 2**31, as libraries add up counts themselves
 
@@ -47,13 +35,7 @@ def wait(request: Any) -> None:
 
 
 def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
-    """Sends the root's bytes into the buffers of the others. Collective; blocks.
-
-    Args:
-        world: the MPI communicator.
-        buffer: uint8 array, of the same size on every rank.
-        root: the rank that sends.
-    """
+    """Sends the root's bytes into the buffers of the others. Collective; blocks."""
     for chunk in _chunks(buffer):
         with blocked, spans.phase("transfer"):
             world.Bcast(chunk, root=root)
@@ -65,7 +47,6 @@ def allgather_parts(
     """Sends the bytes of every rank to all. Collective; blocks.
 
     Args:
-        world: the MPI communicator.
         mine: uint8 array, the bytes of this rank.
         everything: uint8 array, written: the bytes of rank 0, then those of rank 1, and so on.
         counts: number of bytes of each rank.
@@ -86,10 +67,7 @@ def allgather_in_place(
     """Sends a part of a buffer of every rank to all. Collective; blocks.
 
     Args:
-        world: the MPI communicator.
-        buffer: uint8 array; the parts of other ranks are written.
         bounds: start and end of the part of each rank, in bytes; equal on all ranks.
-        in_place: MPI's `IN_PLACE`.
     """
     if buffer.size <= MAX_NBYTES:
         starts = [low for low, _ in bounds]
@@ -105,9 +83,6 @@ def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: n
     """Sends each rank a part of a buffer. Collective; blocks.
 
     Args:
-        world: the MPI communicator.
-        payload: uint8 array: the part for rank 0, then that for rank 1, and so on.
-        result: uint8 array, written: the part from rank 0, then that from rank 1, and so on.
         table: number of bytes that each rank (first axis) sends to each rank; equal on all ranks,
             so that all choose the same algorithm.
     """

@@ -17,8 +17,6 @@ from keras_dist._engine.shm.wait import also_blocked, blocked, note
 from keras_dist._engine.tracing import spans
 from keras_dist._gpu import Event
 
-__all__ = ["Launch", "LaunchWatch", "poll"]
-
 SPIN_SECONDS = 50e-6
 LONGEST_NAP_SECONDS = 5e-3
 CHECK_SECONDS = 0.2
@@ -42,14 +40,7 @@ def poll(is_done: Callable[[], bool], check: Callable[[], None]) -> None:
 
 
 class Launch:
-    """An operation that the GPU runs: a `Completion`.
-
-    Args:
-        event: after the operation.
-        ranks: the ranks of the job that take part.
-        what: the signature of the operation.
-        arrays: what it reads and writes; they are kept until it has ended.
-    """
+    """An operation that the GPU runs: a `Completion`."""
 
     def __init__(self, event: Event, ranks: Sequence[int], what: Any, arrays: Sequence[Any]):
         self.ranks, self.what = ranks, what
@@ -90,13 +81,7 @@ class Launch:
 
 
 class LaunchWatch:
-    """The thread that waits for every launch of a communicator.
-
-    Args:
-        start: called first on the thread.
-        check: called repeatedly while a launch has not ended; raises if it will not.
-        abort: ends all launches, for a reason.
-    """
+    """The thread that waits for every launch of a communicator."""
 
     def __init__(
         self,

@@ -11,8 +11,6 @@ from keras_dist._engine.signature import CollectiveSignature
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["abandon", "nccl_of", "undoing"]
-
 
 def nccl_of(comm: "Communicator") -> NcclRanks:
     """Returns the ranks in NCCL; `connect` follows. Collective at the first call; blocks."""

@@ -17,19 +17,6 @@ from keras_dist._gpu import DeviceArray, GpuFacts, data_type, version_text
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = [
-    "NCCL",
-    "GpuPath",
-    "RankGpu",
-    "are_on_device",
-    "choose_path",
-    "is_defined",
-    "on_gpu",
-    "path_of",
-    "set_gpus",
-    "uses_nccl",
-]
-
 NCCL = "NCCL"  # in signatures of operations
 
 _log = logging.getLogger("keras_dist")
@@ -37,12 +24,7 @@ _log = logging.getLogger("keras_dist")
 
 @dataclasses.dataclass(frozen=True)
 class RankGpu:
-    """The GPU of a rank.
-
-    Args:
-        node: name of its node.
-        facts: the GPU.
-    """
+    """The GPU of a rank."""
 
     node: str
     facts: GpuFacts
@@ -50,12 +32,7 @@ class RankGpu:
 
 @dataclasses.dataclass(frozen=True)
 class GpuPath:
-    """The path of arrays in GPU memory.
-
-    Args:
-        uses_nccl: whether NCCL moves them; otherwise they are staged on the host.
-        reason: why.
-    """
+    """The path of arrays in GPU memory."""
 
     uses_nccl: bool
     reason: str
@@ -68,17 +45,7 @@ class GpuPath:
 def choose_path(
     setting: str, gpus: Sequence[RankGpu], ranks: Sequence[int], shares: bool
 ) -> GpuPath:
-    """Returns the path of arrays of some ranks.
-
-    Args:
-        setting: `"auto"`, `"nccl"` or `"host"`.
-        gpus: the GPU of each rank.
-        ranks: numbers of these ranks in the job.
-        shares: whether NCCL may use a GPU for several ranks.
-
-    Raises:
-        LaunchError: the setting is `"nccl"`, and NCCL cannot be used.
-    """
+    """Returns the path of arrays of some ranks."""
     if setting == "host":
         return GpuPath(False, "KERAS_DIST_GPU=host")
     reason = _reason(gpus, ranks, shares)
@@ -87,13 +54,11 @@ def choose_path(
         return GpuPath(True, f"version {version}, {len(gpus)} ranks")
     if setting == "nccl":
         raise errors.LaunchError(
-            errors.explain(
-                "[keras_dist.init]",
-                "NCCL to be usable on all ranks (KERAS_DIST_GPU=nccl)",
-                reason,
-                "Install the same NCCL on every rank and start one rank for each GPU, or set "
-                "KERAS_DIST_GPU=auto.",
-            )
+            "[keras_dist.init]",
+            "NCCL to be usable on all ranks (KERAS_DIST_GPU=nccl)",
+            reason,
+            "Install the same NCCL on every rank and start one rank for each GPU, or set "
+            "KERAS_DIST_GPU=auto.",
         )
     return GpuPath(False, reason)
 
@@ -115,14 +80,7 @@ def _reason(gpus: Sequence[RankGpu], ranks: Sequence[int], shares: bool) -> str 
 
 
 def set_gpus(comm: "Communicator", gpus: Sequence[RankGpu], setting: str, shares: bool) -> None:
-    """Sets the GPUs of all ranks of a job.
-
-    Args:
-        comm: communicator of the job.
-        gpus: the GPU of each rank.
-        setting: see `choose_path`; this and `shares` are equal on all ranks.
-        shares: see `choose_path`.
-    """
+    """Sets the GPUs of all ranks of a job."""
     comm.gpus, comm.gpu_options = tuple(gpus), (setting, shares)
     # At once: after the death of a rank, the others are renumbered.
     comm.gpu_path = choose_path(setting, comm.gpus, comm.ranks, shares)
@@ -147,11 +105,6 @@ def is_defined(op: ReduceOp, dtype: np.dtype, factor: float) -> bool:
 
     Adasum is not one of NCCL's. Its average of integers overflows, and it has no code for some
     dtypes. A factor must be exact in the dtype of the sum.
-
-    Args:
-        op: the reduction.
-        dtype: of the arrays.
-        factor: of the result.
     """
     if data_type(dtype) is None or op is ReduceOp.ADASUM:
         return False

@@ -31,15 +31,9 @@ if TYPE_CHECKING:
 
 Copies = tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int, int]]]
 
-__all__ = ["FailedElsewhere", "NcclRanks"]
-
 
 class FailedElsewhere(Exception):
-    """Another rank has failed before its launch.
-
-    Args:
-        error: its error.
-    """
+    """Another rank has failed before its launch."""
 
     def __init__(self, error: errors.RankError):
         super().__init__(str(error))
@@ -48,9 +42,6 @@ class FailedElsewhere(Exception):
 
 class NcclRanks:
     """NCCL's communicator of some ranks, and its stream. Collective to make; blocks.
-
-    Args:
-        comm: the ranks.
 
     Attributes:
         launched: launches since the ranks last met; those are not known to be the same on all.
@@ -75,16 +66,7 @@ class NcclRanks:
         self._failures = Mailbox(comm.world)  # of ranks that fail before their launch
 
     def connect(self, explain: Callable[[Exception], errors.RankError]) -> None:
-        """Connects the ranks in NCCL at the first call. Collective: every rank; blocks.
-
-        Args:
-            explain: returns what other ranks raise after an error of this rank.
-
-        Raises:
-            NcclError: NCCL cannot connect them.
-            RankLostError: a rank has died.
-            FailedElsewhere: another rank cannot connect.
-        """
+        """Connects the ranks in NCCL at the first call. Collective: every rank; blocks."""
         if self._watch is not None:
             return
         unique_id = self._prepare(explain)
@@ -115,10 +97,6 @@ class NcclRanks:
         Collective: every rank, with operations on which all have agreed.
 
         Args:
-            what: the operations; `str` describes them.
-            inputs: arrays that are read.
-            outputs: arrays that are written; their `completion` is set.
-            group: calls the operations.
             copies: those before and those after the operations, each as target, source and number
                 of bytes. Defaults to none.
         """
@@ -203,11 +181,7 @@ class NcclRanks:
         self._runtime.event(self._stream).wait()
 
     def abort(self, failure: Exception) -> None:
-        """Ends the communicator and its operations, without the other ranks.
-
-        Args:
-            failure: the reason, which later operations raise.
-        """
+        """Ends the communicator and its operations, without the other ranks."""
         with self._turn:
             self._failure = self._failure or failure
             handle, self._handle = self._handle, 0
@@ -269,12 +243,7 @@ class NcclRanks:
             self._failures.close(self._check_ranks)
 
     def _prepare(self, explain: Callable[[Exception], errors.RankError]) -> bytes:
-        """Loads the libraries and makes a stream; returns the unique id. Collective; blocks.
-
-        Raises:
-            Exception: this rank cannot.
-            FailedElsewhere: another rank cannot.
-        """
+        """Loads the libraries and makes a stream; returns the unique id. Collective; blocks."""
         mine: Any = b""
         failure: Exception | None = None
         # Rank 0 sends the id. Any rank may send an error.
@@ -338,6 +307,4 @@ class NcclRanks:
 
     def _lost(self) -> errors.RankLostError:
         where, remedy = self._comm.where(), "See the last output of the ranks."
-        return errors.RankLostError(
-            errors.explain(where, "all ranks to be alive", "a rank that has died", remedy)
-        )
+        return errors.RankLostError(where, "all ranks to be alive", "a rank that has died", remedy)

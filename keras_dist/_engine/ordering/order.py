@@ -10,8 +10,6 @@ from keras_dist._engine.ordering.queue import CollectiveQueue, HeldNames, names_
 from keras_dist._engine.ordering.ticket import Handle, NameInFlightError, in_flight
 from keras_dist._engine.tracing import spans
 
-__all__ = ["CollectiveOrder"]
-
 R = TypeVar("R")
 
 
@@ -20,12 +18,6 @@ class CollectiveOrder:
 
     TensorFlow may call from any of its threads. While all calls block, a lock is enough; the first
     operation that is queued or has a name replaces it by a `CollectiveQueue`.
-
-    Args:
-        label: name of the lane of these collectives in the timeline.
-        where: returns the place of this rank for messages.
-        job: the order of all ranks of the job, if it is the order of this communicator too: where
-            MPI does not allow calls from several threads at once.
     """
 
     def __init__(self, label: str, where: Callable[[], str], job: "CollectiveOrder | None" = None):
@@ -50,14 +42,6 @@ class CollectiveOrder:
         """Queues a collective; a thread runs it in its turn. Blocks for pending programs only.
 
         Collectives that are called or queued later, from any thread, run after it.
-
-        Args:
-            work: calls the collective.
-            what: name of the operation in messages.
-            name: the user's name for it: ranks match named operations in any order.
-
-        Raises:
-            ArgumentError: another operation of that name is in flight.
         """
         if self._job is not None:
             return self._job.queue(work, what)
@@ -68,15 +52,7 @@ class CollectiveOrder:
             raise self._in_flight(refused) from None
 
     def run_by_name(self, work: Callable[[], R], name: str | None) -> R:
-        """Runs a collective that ranks match by its name. Collective: every rank; blocks.
-
-        Args:
-            work: calls the collective, which begins with a rendezvous.
-            name: the user's name for it; `None`: named ones may run before it.
-
-        Raises:
-            ArgumentError: another operation of that name is in flight.
-        """
+        """Runs a collective that ranks match by its name. Collective: every rank; blocks."""
         if self._job is not None or (name is None and self._queue is None):
             return work()
         finish_pending()

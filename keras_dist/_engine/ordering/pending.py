@@ -7,17 +7,11 @@ exchange the wrong data, without an error where shapes are equal.
 
 from collections.abc import Callable
 
-__all__ = ["finish_pending", "set_completion"]
-
 _waits: list[Callable[[], None]] = []
 
 
 def set_completion(wait: Callable[[], None]) -> None:
-    """Makes every collective call a function first.
-
-    Args:
-        wait: returns when the programs that the calling thread has started have ended.
-    """
+    """Makes every collective call a function first."""
     if wait not in _waits:
         _waits.append(wait)
 

@@ -33,8 +33,6 @@ from keras_dist._engine.ordering.ticket import (
 )
 from keras_dist._engine.shm.wait import nap_unless
 
-__all__ = ["CollectiveQueue", "HeldNames", "names_without_queue"]
-
 OWN = "keras_dist"  # prefix of the names of the package's own threads
 
 R = TypeVar("R")
@@ -42,14 +40,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class HeldNames:
-    """The operations that a rank holds, as other ranks need to know them.
-
-    Args:
-        names: the names, the first first; `None`: there are some without a name.
-        is_complete: whether the rank can add no more.
-        gives_way: whether another operation may run before the one at the front.
-        is_awaited: whether a script waits for the one at the front, and sees its error.
-    """
+    """The operations that a rank holds, as other ranks need to know them."""
 
     names: tuple[str | None, ...]
     is_complete: bool
@@ -61,10 +52,6 @@ class CollectiveQueue:
     """A lock that threads acquire in the order of their calls, and a thread for queued operations.
 
     It is reentrant within a collective.
-
-    Args:
-        lock: the `RLock` that collectives have used so far. It still guarantees that one runs at a
-            time: a thread may hold it, or wait for it, while the queue takes its place.
     """
 
     def __init__(self, lock: Any):
@@ -144,12 +131,7 @@ class CollectiveQueue:
             )
 
     def end_waits(self, error: BaseException, of_all: bool) -> None:
-        """Raises an error of the operation at the front also where this script waits for others.
-
-        Args:
-            error: the error, which scripts of other ranks see.
-            of_all: whether every operation ends with it: all ranks wait, and none can run.
-        """
+        """Raises an error of the operation at the front also where this script waits for others."""
         with self._changed:
             front, *others = self._tickets
             ended = [ticket for ticket in others if of_all or ticket.waiters]
@@ -165,18 +147,7 @@ class CollectiveQueue:
             self._changed.notify_all()
 
     def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
-        """Appends an operation. Does not block.
-
-        Args:
-            work: the operation; it is called in the thread of the engine, again after another one
-                was run first.
-            what: name of the operation in messages.
-            name: the user's name for it.
-
-        Raises:
-            RuntimeError: the queue is closed.
-            NameInFlightError: another operation of that name is in flight.
-        """
+        """Appends an operation. Does not block."""
         handle = Handle(work, what, name)
         handle.unseen = self._unseen
         with self._changed:
@@ -190,11 +161,7 @@ class CollectiveQueue:
         return handle
 
     def finish(self) -> None:
-        """Waits until the operations in the queue have run.
-
-        Raises:
-            KerasDistError: they cannot run, as all ranks wait for others.
-        """
+        """Waits until the operations in the queue have run."""
         if is_mine(self._lock):
             return
         ticket = Ticket(waiters=[threading.get_ident()], follows=True)

@@ -8,18 +8,11 @@ from typing import Any
 from keras_dist import errors
 from keras_dist._engine.tracing import spans
 
-__all__ = ["Handle", "NameInFlightError", "Reordered", "Ticket", "UnseenError", "in_flight"]
-
 _log = logging.getLogger("keras_dist")
 
 
 class Reordered(Exception):
-    """The ranks have agreed to run another operation first. Raised on every rank.
-
-    Args:
-        name: name of that operation, which may be the one that was about to run; `None`: the first
-            without a name.
-    """
+    """The ranks have agreed to run another operation first. Raised on every rank."""
 
     def __init__(self, name: str | None):
         super().__init__(name)
@@ -67,15 +60,7 @@ class UnseenError:
 
 
 class Ticket:
-    """A place in the queue.
-
-    Args:
-        name: the user's name for the operation, if any.
-        waiters: threads that wait for it, by `threading.get_ident`.
-        gives_way: whether another operation may run first when it has come to its rendezvous: it is
-            called again then.
-        follows: whether it runs after all that is in front of it, named or not.
-    """
+    """A place in the queue."""
 
     def __init__(
         self,

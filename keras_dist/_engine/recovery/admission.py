@@ -15,23 +15,15 @@ from keras_dist._engine.recovery.retry import Retry
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["admit", "check_admits"]
-
 
 def check_admits(comm: "Communicator") -> None:
-    """Checks that a communicator may get more ranks.
-
-    Raises:
-        ArgumentError: there are process sets, which new ranks do not know.
-    """
+    """Checks that a communicator may get more ranks."""
     if comm.subsets:
         raise errors.ArgumentError(
-            errors.explain(
-                comm.where(),
-                "no process sets where ranks may join",
-                f"{comm.subsets} of them",
-                "Remove the process sets, or start the job without ranks that join.",
-            )
+            comm.where(),
+            "no process sets where ranks may join",
+            f"{comm.subsets} of them",
+            "Remove the process sets, or start the job without ranks that join.",
         )
 
 
@@ -41,15 +33,7 @@ def admit(
     are_spawned: bool = False,
     start_services: Callable[[], None] | None = None,
 ) -> None:
-    """Continues with the ranks of a larger MPI communicator. Collective: all of them; blocks.
-
-    Args:
-        comm: the communicator, of the ranks so far, or of a new rank alone.
-        world: MPI communicator of all ranks, for this use alone; ranks so far come first.
-        are_spawned: whether MPI has spawned the new ranks.
-        start_services: starts, on a new rank, the services that the others run. Defaults to
-            `None`: this rank has them.
-    """
+    """Continues with the ranks of a larger MPI communicator. Collective: all of them; blocks."""
     comm.order.drain()
     with comm.lock:
         comm.disconnect()

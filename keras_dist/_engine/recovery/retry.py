@@ -29,8 +29,6 @@ from keras_dist._engine.recovery.ulfm import agree, is_loss, leave, rebuild
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["Retry", "retried", "retry"]
-
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 R = TypeVar("R")
 
@@ -63,11 +61,7 @@ class _Position:
 
 
 class Retry:
-    """Repeats operations of one communicator after a rank has died.
-
-    Args:
-        comm: the ranks.
-    """
+    """Repeats operations of one communicator after a rank has died."""
 
     def __init__(self, comm: "Communicator"):
         self._comm = comm

@@ -19,8 +19,6 @@ from keras_dist._engine.shm.wait import also_blocked, blocked, note
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
 
-__all__ = ["agree", "check_alive", "is_loss", "leave", "rebuild", "sees_dead_ranks"]
-
 NEWS_SECONDS = 1.0  # MPI may report a death this much later
 NAP_SECONDS = 1e-3
 
@@ -43,20 +41,12 @@ def agree(comm: "Communicator", fine: bool) -> bool:
     """Returns whether all ranks are alive and have succeeded; the same on all ranks.
 
     Collective: every rank that is alive; blocks.
-
-    Args:
-        comm: the ranks.
-        fine: whether this rank has succeeded.
     """
     return _agree(comm.mpi, comm.world, fine)
 
 
 def check_alive(comm: "Communicator") -> None:
-    """Checks that no rank has died, where the job continues without ranks that die. Collective.
-
-    Raises:
-        RankLostError: a rank has died; raised on every rank.
-    """
+    """Checks that no rank has died, where the job continues without ranks that die. Collective."""
     if comm.faults.retry is not None and not agree(comm, True):
         raise errors.RankLostError("A rank has died.")
 
@@ -73,28 +63,14 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
     """Rebuilds a communicator from the surviving ranks. Collective: all of them; blocks.
 
     If another rank dies meanwhile, all start again without it.
-
-    Args:
-        comm: the ranks.
-        exchange: the last step, collective as well.
-
-    Returns:
-        The result of `exchange`.
-
-    Raises:
-        RankLostError: there are process sets, which are not defined without the rank that died;
-            raised on every rank. Or a spawned rank has died, which MPI does not survive; raised
-            on some rank at least, and the job must end.
     """
     _check_survivable(comm)
     if comm.subsets:
         raise errors.RankLostError(
-            errors.explain(
-                comm.where(),
-                "no process sets where the job continues without a rank that has died",
-                f"{comm.subsets} of them, and a rank that has died",
-                "Start the job again, or do not use process sets.",
-            )
+            comm.where(),
+            "no process sets where the job continues without a rank that has died",
+            f"{comm.subsets} of them, and a rank that has died",
+            "Start the job again, or do not use process sets.",
         )
     before = shrunk = comm.world
     found, complete = None, False
@@ -142,13 +118,11 @@ def _check_survivable(comm: "Communicator") -> None:
     lost = sorted(dead & comm.faults.spawned if comm.faults.endures else dead)
     if lost or not comm.faults.endures:
         raise errors.RankLostError(
-            errors.explain(
-                comm.where(),
-                "ranks that were started to replace others to live on",
-                f"{have(lost)} died" if lost else "a rank has died",
-                "Open MPI does not continue after the death of a rank that it has spawned. Start "
-                "the job again from its backup; keras-dist run --max-restarts does.",
-            )
+            comm.where(),
+            "ranks that were started to replace others to live on",
+            f"{have(lost)} died" if lost else "a rank has died",
+            "Open MPI does not continue after the death of a rank that it has spawned. Start "
+            "the job again from its backup; keras-dist run --max-restarts does.",
         )
 
 

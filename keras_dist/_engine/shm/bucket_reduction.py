@@ -26,17 +26,6 @@ from keras_dist._engine.shm.node import Node
 from keras_dist._engine.shm.region import Region, held_nbytes
 from keras_dist._engine.tracing import spans
 
-__all__ = [
-    "RESULTS",
-    "SMALL_NBYTES",
-    "BucketReduction",
-    "Finish",
-    "Full",
-    "SliceError",
-    "Sliced",
-    "bucket_reduction",
-]
-
 SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one rendezvous, not two
 CHUNK_NBYTES = 512 * 1024  # reduced at once, while the cache of a core holds it
 WHOLE_NBYTES = 32 * 1024  # a part of an array of this size or more is a chunk of its own
@@ -83,19 +72,7 @@ class BucketReduction(Protocol):
         """
 
     def reduce(self, finish: Finish | None = None, out: np.ndarray | None = None) -> np.ndarray:
-        """Reduces, after the rendezvous. Collective: every rank of the node.
-
-        Args:
-            finish: reduces a slice over the nodes. Defaults to `None`: there is one node.
-            out: flat array for a copy of the result, which is written while the reduced slice is in
-                the cache; only without `finish`. Defaults to none.
-
-        Returns:
-            The fused result; if `is_shared`, copy or lend it.
-
-        Raises:
-            SliceError: a rank could not reduce its slice; raised on every rank of all nodes.
-        """
+        """Reduces, after the rendezvous. Collective: every rank of the node."""
 
 
 def bucket_reduction(
@@ -109,11 +86,6 @@ def bucket_reduction(
     """Returns the reduction that fits the size of a bucket.
 
     Args:
-        node: the ranks of this node.
-        bucket: the bucket.
-        op: the reduction.
-        slices: number of ranks that reduce a slice of a large bucket. Defaults to all.
-        results: number of results of a large bucket in a new region. Defaults to 3.
         whole_nbytes: size in bytes up to which every rank reduces the whole bucket. Defaults to
             `SMALL_NBYTES`.
     """
@@ -241,13 +213,7 @@ class Sliced:
         return result
 
     def reduce_published(self) -> tuple[np.ndarray, np.ndarray]:
-        """Reduces the slice of this rank over the node, when all its ranks have published.
-
-        Returns:
-            The sum, in private memory, and the memory of the result, where no other rank reads
-            until the ranks have met again. What is published stays until `take`. An empty slice
-            needs neither, and cannot fail.
-        """
+        """Reduces the slice of this rank over the node, when all its ranks have published."""
         dtype = self._bucket.dtype
         self._turn, self._chosen = self._rows.next, self._rows.choose()
         if not self.count:

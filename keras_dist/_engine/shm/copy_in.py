@@ -8,8 +8,6 @@ import numpy as np
 from keras_dist._engine.buckets import Bucket, Piece
 from keras_dist._engine.shm.node import Node
 
-__all__ = ["CopyIn"]
-
 
 class CopyIn:
     """Each rank copies the slices that others reduce into shared memory.
@@ -20,12 +18,6 @@ class CopyIn:
     All slices are copied before any is reduced. Copied and reduced in blocks that stay in cache,
     they would cross the memory bus less often, but a core would fetch lines that another core has
     just written, which took up to twice the time in a training step.
-
-    Args:
-        node: the ranks.
-        bucket: the bucket.
-        bounds: first element of the slice of each rank, and the end.
-        scratch: a buffer of the size of the largest chunk.
     """
 
     def __init__(self, node: Node, bucket: Bucket, bounds: Sequence[int], scratch: np.ndarray):
@@ -40,13 +32,7 @@ class CopyIn:
     def bind(
         self, results: Sequence[np.ndarray], rows: Sequence[np.ndarray], chunks: Sequence[Piece]
     ) -> None:
-        """Uses shared memory.
-
-        Args:
-            results: the memory of the results, by turn.
-            rows: a row for each rank beyond two.
-            chunks: the parts of the slice of this rank.
-        """
+        """Uses shared memory."""
 
         def target(owner: int, rank: int, turn: int) -> np.ndarray:
             """Returns the memory to which `rank` copies the slice that `owner` reduces."""
@@ -91,12 +77,6 @@ class CopyIn:
 
         The first or second contribution is the memory of the result, which is written after both
         are read. With `sums` the contributions stay as they are.
-
-        Args:
-            turn: turn of the result.
-            out: flat array for a copy of what has been reduced. Defaults to none.
-            sums: flat array of the size of the slice of this rank, to be written instead of the
-                result. Defaults to none.
         """
         arrays, scratch = self._arrays, self._scratch
         for result, before, chunk, after in self._chunks[turn]:

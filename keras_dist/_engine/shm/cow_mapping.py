@@ -12,8 +12,6 @@ import os
 
 import numpy as np
 
-__all__ = ["PAGE", "CowMapping", "map_private"]
-
 PAGE = mmap.PAGESIZE
 # Bits of the last byte of the 8 bytes of a page: present or swapped out; part of a file.
 PRESENT, OF_FILE = 0xC0, 0x20
@@ -24,11 +22,7 @@ def map_private(handle: int, nbytes: int) -> mmap.mmap | None:
     """Maps a file copy-on-write; returns `None` where the system does not support it.
 
     Args:
-        handle: file descriptor; it may be closed afterwards.
         nbytes: size of the file.
-
-    Raises:
-        OSError: this process may open no more files.
     """
     if not _is_supported():
         return None
@@ -44,7 +38,6 @@ class CowMapping:
     """A part of a copy-on-write mapping.
 
     Args:
-        mapping: a result of `map_private`.
         offset: offset in bytes, a multiple of the page size.
         nbytes: size of the part.
     """

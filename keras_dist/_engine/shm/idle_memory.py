@@ -9,8 +9,6 @@ update, without a message.
 import weakref
 from typing import Protocol
 
-__all__ = ["IdleMemory"]
-
 IDLE_UPDATES = 100
 
 
@@ -30,12 +28,7 @@ class IdleMemory:
         self._updates = 0
 
     def used(self, plan: _Plan, is_update: bool = True) -> None:
-        """Counts an update by a plan, and releases plans that have been idle for too long.
-
-        Args:
-            plan: the plan, after its rendezvous; the caller holds the lock of the communicator.
-            is_update: whether this use counts as an update. Defaults to `True`.
-        """
+        """Counts an update by a plan, and releases plans that have been idle for too long."""
         self._updates += is_update
         self._last_uses.pop(plan, None)
         self._last_uses[plan] = self._updates

@@ -12,19 +12,9 @@ from keras_dist._engine.shm.processes import Processes, namespace
 from keras_dist._engine.shm.segments import Segment, ShmBarrier, clean_up, make_segment
 from keras_dist._engine.shm.wait import CAN_SLEEP
 
-__all__ = ["Node", "join_node"]
-
 
 class Node:
-    """The ranks of a node, and their barrier in shared memory.
-
-    Args:
-        rank: index of this rank on the node.
-        size: number of ranks on the node.
-        share: returns the objects of all ranks of the node, in rank order.
-        barrier: their barrier.
-        dead: returns the indices of the ranks that have died.
-    """
+    """The ranks of a node, and their barrier in shared memory."""
 
     def __init__(
         self,
@@ -64,14 +54,6 @@ def join_node(
     """Allocates the shared memory of the ranks of a node.
 
     Collective: every rank of the node.
-
-    Args:
-        rank: index of this rank on the node.
-        size: number of ranks on the node.
-        share: returns the objects of all ranks of the node, in rank order.
-        lost: makes the error for ranks of the node that have died.
-        poll: called repeatedly while this rank waits.
-        fence: full memory fence. Defaults to `None`: the processor keeps the order of stores.
 
     Returns:
         The node and `None`, or `None` and the reason why there is no shared memory.

@@ -6,8 +6,6 @@ import select
 import threading
 from collections.abc import Sequence
 
-__all__ = ["Processes", "namespace"]
-
 
 def namespace() -> str:
     """Returns the kernel's name of the process namespace; empty if it is unknown.
@@ -20,11 +18,7 @@ def namespace() -> str:
 
 
 class Processes:
-    """Processes, watched by file descriptors.
-
-    Args:
-        pids: process numbers, in the namespace of this process.
-    """
+    """Processes, watched by file descriptors."""
 
     def __init__(self, pids: Sequence[int]):
         self._indices: dict[int, int] = {}

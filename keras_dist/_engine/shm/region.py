@@ -13,8 +13,6 @@ from keras_dist._engine.shm.result_rows import ResultRows
 from keras_dist._engine.shm.segments import Segment
 from keras_dist._engine.shm.zero_copy import ResultLease
 
-__all__ = ["Region", "RegionPool", "held_nbytes", "result_count"]
-
 RESULTS = [(2**20, 6), (2**23, 4)]  # up to a size in bytes
 MAX_POOL_NBYTES = 256 * 2**20  # of shared memory, unless one region is larger
 
@@ -23,11 +21,9 @@ class Region:
     """Memory of a bucket at a time, in rows of equal size.
 
     Args:
-        segment: the shared memory.
         offset: where the region starts, in bytes.
         capacity: size of a row in bytes: the largest bucket that fits.
         nbytes: size of the region, the same on all ranks.
-        keeps_at_fork: whether results that are held at a fork of this process stay held.
 
     Attributes:
         turn: the turn of the last call, the same on all ranks, where there are no results.
@@ -50,11 +46,6 @@ class Region:
         """Makes the first rows those of results, behind a word for each rank.
 
         Results are lent if this process sees them in a copy-on-write mapping.
-
-        Args:
-            count: number of rows.
-            rank: index of this rank on the node.
-            size: number of ranks on the node.
         """
         nbytes = held_nbytes(size)
         words = self._segment.array(self._offset, nbytes // 8, np.dtype(np.uint64))
@@ -97,7 +88,6 @@ class RegionPool:
 
         Args:
             nbytes: size of the bucket.
-            is_small: whether each rank reduces the whole bucket: the rows of others differ.
             new_nbytes: size of a new region. If there is no room for it, a region of any size that
                 fits is used.
         """

@@ -11,18 +11,13 @@ import numpy as np
 
 from keras_dist._engine.shm.zero_copy import ResultLease
 
-__all__ = ["ResultRows"]
-
 
 class ResultRows:
     """Chooses rows for results, the same on all ranks of a node.
 
     Args:
-        count: number of rows.
         held: uint64 array of shape (number of ranks, elements of a cache line) in shared memory,
             zeros.
-        rank: index of this rank.
-        lease: lends results; `None` where none are lent.
 
     Attributes:
         count: number of rows.
@@ -69,12 +64,7 @@ class ResultRows:
         return row
 
     def lend(self, count: int, dtype: np.dtype) -> np.ndarray | None:
-        """Returns the result of the last call to read in place, or `None`: copy it.
-
-        Args:
-            count: number of elements.
-            dtype: their dtype.
-        """
+        """Returns the result of the last call to read in place, or `None`: copy it."""
         if self._lease is None or self.is_crowded:
             return None
         return self._lease.lend(self._recent[0], count, dtype)

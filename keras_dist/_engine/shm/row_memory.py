@@ -13,8 +13,6 @@ from keras_dist._engine.result_memory import ResultMemory
 from keras_dist._engine.shm.node import Node
 from keras_dist._engine.shm.segments import Segment
 
-__all__ = ["RowMemory"]
-
 
 class RowMemory:
     """The shared memory of rows, and the memory of their sums, of one communicator."""
@@ -34,8 +32,6 @@ class RowMemory:
 
         Args:
             nbytes: its size, the same on all ranks.
-            node: the ranks of this node.
-            agree: returns the first error of all ranks.
 
         Returns:
             A uint8 array and `None`, or `None` and the reason; the same on all ranks.
@@ -52,9 +48,7 @@ class RowMemory:
         """Returns an array that nothing else refers to; its memory is used again afterwards.
 
         Args:
-            table: name of a table of which there are few. `None` for others, which share memory.
             shape: shape of the array.
-            dtype: its dtype.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         capacity, memory = self._results.get(table, (0, None))

@@ -21,8 +21,6 @@ from keras_dist import errors
 from keras_dist._engine.shm.cow_mapping import CowMapping, map_private
 from keras_dist._engine.shm.wait import Counter, waiting
 
-__all__ = ["DIRECTORY", "Segment", "ShmBarrier", "TooManyFiles", "clean_up", "make_segment"]
-
 DIRECTORY = "/dev/shm"
 PREFIX = "keras_dist"
 LINE = 64  # bytes of a cache line: no two ranks write to one line
@@ -33,9 +31,7 @@ class Segment:
     """Shared memory of one node, mapped and populated.
 
     Args:
-        handle: file descriptor of the file; it may be closed afterwards.
         nbytes: size in bytes.
-        private_view: whether to map it copy-on-write as well, where the system supports it.
     """
 
     def __init__(self, handle: int, nbytes: int, private_view: bool = False):
@@ -66,9 +62,6 @@ def make_segment(
 
     Args:
         nbytes: size in bytes, at least 1; the same on all ranks.
-        rank: index of this rank on the node; 0 makes the file.
-        share: returns the objects of all ranks of the node, in rank order.
-        private_view: see `Segment`; ranks may differ in it.
 
     Returns:
         The segment and `None`, or `None` and the reason; the same on all ranks.
@@ -148,11 +141,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 def clean_up(ended: Callable[[int], bool] | None = None) -> None:
-    """Removes files of jobs that were killed while they made a segment.
-
-    Args:
-        ended: returns whether a live process is about to end. Defaults to `None`: none is.
-    """
+    """Removes files of jobs that were killed while they made a segment."""
     with contextlib.suppress(OSError):
         for name in os.listdir(DIRECTORY):
             match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-[0-9a-f]+", name)
@@ -226,11 +215,6 @@ class ShmBarrier:
 
     Args:
         segment: at least `nbytes_for(size)` bytes.
-        rank: index of this rank on the node.
-        size: number of ranks on the node.
-        check: called repeatedly while this rank waits; raises if a rank has died.
-        fence: full memory fence; every access of this rank to the memory that the barrier protects
-            is on one side of it. Defaults to `None`: the processor keeps the order.
     """
 
     LINES = 3  # counter, two digests
@@ -274,9 +258,6 @@ class ShmBarrier:
 
         Args:
             digest: 16 bytes.
-
-        Returns:
-            Whether all digests are equal; the same on all ranks.
         """
         self._arrive(digest)
         count = self._count

@@ -18,22 +18,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "AT_THE_END",
-    "CAN_SLEEP",
-    "PATIENCE_SECONDS",
-    "Counter",
-    "also_blocked",
-    "blocked",
-    "nap_unless",
-    "note",
-    "noted",
-    "pause",
-    "waited_seconds",
-    "waiting",
-    "waits",
-]
-
 AT_THE_END = "the end of the script"  # the operation of ranks that have nothing more to do
 SPIN_SECONDS = 30e-6
 NAP_SECONDS = 100e-6
@@ -79,11 +63,7 @@ def waited_seconds() -> float:
 
 
 def nap_unless(is_awaited: Callable[[], bool]) -> None:
-    """Makes `pause` nap in the calling thread, except while somebody waits for what it does.
-
-    Args:
-        is_awaited: returns whether somebody does.
-    """
+    """Makes `pause` nap in the calling thread, except while somebody waits for what it does."""
     _pace.is_awaited = is_awaited
 
 
@@ -95,9 +75,6 @@ def pause(idle_polls: int = 0) -> None:
     no data moves, because its polls would take time from ranks at work. The thread of a queued
     operation runs beside the computation of its own rank, so its core is always crowded: it polls
     if somebody waits for it, and naps if not.
-
-    Args:
-        idle_polls: number of polls in a row that have moved no data. Defaults to 0.
     """
     global _crowded_until
     if _pace.is_awaited is not None:
@@ -117,12 +94,7 @@ def pause(idle_polls: int = 0) -> None:
 
 
 def note(ranks: Sequence[int], what: Any) -> None:
-    """Records the operation of the calling thread. It costs one store.
-
-    Args:
-        ranks: ranks of the job that take part.
-        what: the operation; `str` describes it.
-    """
+    """Records the operation of the calling thread. It costs one store."""
     _last[get_ident()] = (ranks, what)
 
 
@@ -171,8 +143,6 @@ class Counter:
 
     Args:
         word: uint32 array of shape (1,) in shared memory, alone on its cache line.
-        fence: called before the counter is set, so that others see the stores before it first.
-            Defaults to `None`: the processor does not reorder stores.
     """
 
     def __init__(self, word: np.ndarray, fence: Callable[[], None] | None = None):
@@ -200,12 +170,7 @@ class Counter:
         _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
     def wait_for(self, value: int, check: Callable[[], None]) -> None:
-        """Waits until the counter has reached `value`; both are modulo 2**32.
-
-        Args:
-            value: the value to wait for.
-            check: called repeatedly; raises if waiting is useless.
-        """
+        """Waits until the counter has reached `value`; both are modulo 2**32."""
         view, end = self.view, time.perf_counter() + SPIN_SECONDS
         while ((seen := view[0]) - value) % 2**32 >= 2**31:  # `has_reached`, in line
             if time.perf_counter() < end:

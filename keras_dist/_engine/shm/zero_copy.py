@@ -19,18 +19,11 @@ import numpy as np
 
 from keras_dist._engine.shm.cow_mapping import CowMapping
 
-__all__ = ["ResultLease"]
-
 _leases: "weakref.WeakSet[ResultLease]" = weakref.WeakSet()  # whose results a child may keep
 
 
 class ResultLease:
-    """Lends results, used in turn.
-
-    Args:
-        views: the memory of each result.
-        keeps_at_fork: whether results that are held at a fork of this process stay held.
-    """
+    """Lends results, used in turn."""
 
     def __init__(self, views: Sequence[CowMapping], keeps_at_fork: bool = False):
         self._views = views
@@ -44,11 +37,6 @@ class ResultLease:
         """Returns a result; always `None` once a lent result has been written to.
 
         The result that was lent last in this turn must not be held any more.
-
-        Args:
-            turn: index of the memory.
-            count: number of elements.
-            dtype: their dtype.
         """
         view, nbytes = self._views[turn], count * dtype.itemsize
         self._is_over = self._is_over or view.is_written(nbytes)

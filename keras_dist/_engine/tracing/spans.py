@@ -45,12 +45,7 @@ _current: dict[int, "_Operation"] = {}  # by thread
 
 
 class Recorder:
-    """Collects records.
-
-    Args:
-        first: first step to record, counted from 0.
-        end: step at which recording ends, exclusive.
-    """
+    """Collects records."""
 
     def __init__(self, first: int = 0, end: int = sys.maxsize):
         self.records: collections.deque[tuple[Any, ...]] = collections.deque()
@@ -89,12 +84,7 @@ class Recorder:
 
 
 class Lane:
-    """The lanes of one communicator: one for its calls, one for its queued operations.
-
-    Args:
-        name: name of the lanes.
-        recorder: the recorder.
-    """
+    """The lanes of one communicator: one for its calls, one for its queued operations."""
 
     def __init__(self, name: str, recorder: Recorder):
         self.recorder = recorder
@@ -212,13 +202,7 @@ def phase_or_span(name: str) -> AbstractContextManager[Any]:
 
 
 def meeting(call: Any, number: int = 0) -> AbstractContextManager[Any]:
-    """Returns a context manager for the phase in which an operation waits for all ranks.
-
-    Args:
-        call: signature of the operation; the first one names it.
-        number: number of the rendezvous, equal on all ranks, which shows the last rank to arrive.
-            Defaults to 0: not compared.
-    """
+    """Returns a context manager for the phase in which an operation waits for all ranks."""
     if recorder is None:
         return _NOTHING
     operation = _current.get(get_ident())
@@ -255,11 +239,7 @@ def end_epoch() -> None:
 
 
 def step(count: int) -> AbstractContextManager[Any]:
-    """Returns a context manager that is recorded as steps of training.
-
-    Args:
-        count: number of steps.
-    """
+    """Returns a context manager that is recorded as steps of training."""
     return _NOTHING if recorder is None else _Step(recorder, count)
 
 

@@ -19,16 +19,6 @@ import numpy as np
 from keras_dist._engine.signature import CollectiveSignature, Entry
 from keras_dist._engine.tracing import spans
 
-__all__ = [
-    "TraceWriter",
-    "flush_trace",
-    "forget_trace",
-    "is_recording",
-    "open_trace",
-    "start_trace",
-    "stop_trace",
-]
-
 FLUSH_SECONDS = 0.5
 EVENT_NBYTES = 120  # of the merged trace, on average
 MAX_KNOWN = 1000
@@ -41,9 +31,6 @@ class TraceWriter:
     """The file of a rank, and the thread that writes it.
 
     Args:
-        path: path of the file; an existing file is replaced.
-        head: object of the first line.
-        steps: first step to record, and the end, exclusive.
         limit: size in bytes of this rank's events in the merged trace.
     """
 
@@ -173,11 +160,7 @@ class _Numbers(dict[str, int]):
 
 
 def open_trace(path: str) -> int:
-    """Makes a trace file, in place of an existing one; returns its descriptor.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
+    """Makes a trace file, in place of an existing one; returns its descriptor."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     # O_EXCL: a link that another user places there meanwhile is not followed.
@@ -186,11 +169,7 @@ def open_trace(path: str) -> int:
 
 
 def start_trace(path: str, head: Mapping[str, Any], steps: tuple[int, int], limit: int) -> None:
-    """Starts to record this process; see `TraceWriter`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Starts to record this process; see `TraceWriter`."""
     global _writer
     _writer = TraceWriter(path, head, steps, limit)
     spans.recorder = _writer.recorder

@@ -27,16 +27,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        arguments: command-line arguments, without the program's name. Defaults to `sys.argv[1:]`.
-
-    Returns:
-        The exit code: that of the job for `run`, else 0 for success. 1: `doctor` found a problem,
-        `top` found no job, or `migrate` proposes changes. 2: the command line, or a file that it
-        names, is invalid. 3: `migrate` leaves lines to the user.
-    """
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="keras-dist", description="Keras training on many ranks.")
     parser.add_argument("--version", action="version", version=f"keras_dist {__version__}")
     words = sys.argv[1:] if arguments is None else list(arguments)

@@ -20,8 +20,6 @@ from keras_dist.launch.cli.command import number_of_ranks
 from keras_dist.launch.cli.measured import measure, measure_steps
 from keras_dist.launch.cli.options import add_host_options
 
-__all__ = ["add_to", "predict", "predict_step"]
-
 SIZES = ("4K", "64K", "1M", "16M", "100M")
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3}
 FLOAT_NBYTES = 4
@@ -89,12 +87,10 @@ def predict_step(durations: Sequence[Sequence[float]], reduction: float) -> tupl
 def _bench(options: argparse.Namespace) -> int:
     if options.batch_size and options.model is None:
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras-dist bench]",
-                "--model with --batch-size",
-                "--batch-size alone",
-                "Pass a saved model, compiled as it is to be trained.",
-            )
+            "[keras-dist bench]",
+            "--model with --batch-size",
+            "--batch-size alone",
+            "Pass a saved model, compiled as it is to be trained.",
         )
     parameters, sizes = options.parameters, list(options.sizes)
     if options.model is not None:
@@ -180,12 +176,10 @@ def _parameters_of(path: str, compiled: bool) -> int:
         return microbench.count_parameters(path, compiled)
     except Exception as error:  # Keras and the model's layers may raise anything
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras-dist bench]",
-                f"a {'compiled ' * compiled}model that Keras loads",
-                f"{path}: {str(error).splitlines()[0]}",
-                "Pass --parameters instead of --model: model.summary() shows the number.",
-            )
+            "[keras-dist bench]",
+            f"a {'compiled ' * compiled}model that Keras loads",
+            f"{path}: {str(error).splitlines()[0]}",
+            "Pass --parameters instead of --model: model.summary() shows the number.",
         ) from None
 
 

@@ -16,8 +16,6 @@ from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, mpiexec_options
 from keras_dist.launch.cli.reach import check_reach, ssh_of_mpiexec
 from keras_dist.runtime import launch_environment
 
-__all__ = ["check_entry", "job_command", "number_of_ranks", "settings_of", "ssh_of_job"]
-
 OWN = "KERAS_"  # needed on every host
 # These describe this host, terminal or process only.
 LOCAL = tuple(
@@ -33,11 +31,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
 
 
 def number_of_ranks(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Returns the number of ranks from options, hosts or batch system.
-
-    Raises:
-        ArgumentError: none of these gives a number.
-    """
+    """Returns the number of ranks from options, hosts or batch system."""
     return _ranks(options.np, _named_hosts(options), allocation(environment))
 
 
@@ -45,10 +39,6 @@ def ssh_of_job(options: argparse.Namespace, environment: Mapping[str, str]) -> s
     """Returns the path of the ssh by which mpiexec enters the hosts of options.
 
     `None` where it may do so by other means than plain ssh.
-
-    Args:
-        options: parsed by `add_host_options`.
-        environment: environment of mpiexec.
     """
     names_hosts = (
         options.hosts or options.hostfile or getattr(options, "host_discovery_script", None)
@@ -59,15 +49,7 @@ def ssh_of_job(options: argparse.Namespace, environment: Mapping[str, str]) -> s
 
 
 def check_entry(options: argparse.Namespace, ssh: str | None) -> None:
-    """Enters the hosts of options.
-
-    Args:
-        options: hosts, parsed by `add_host_options`.
-        ssh: path of ssh; `None`: nothing is checked.
-
-    Raises:
-        LaunchError: a host cannot be entered, or has another Python.
-    """
+    """Enters the hosts of options."""
     if ssh is not None:
         check_reach(_named_hosts(options), ssh)
 
@@ -80,21 +62,7 @@ def job_command(
     survives_rank_loss: bool = False,
     binds: bool = True,
 ) -> list[str]:
-    """Returns the command line of mpiexec, which ends in the program.
-
-    Args:
-        options: hosts and number of ranks, parsed by `add_host_options`; with `dry_run`, host
-            names are not resolved.
-        library: MPI library of the ranks.
-        program: command of each rank.
-        environment: environment of mpiexec; ranks on other hosts get those that apply there.
-        survives_rank_loss: whether ranks continue after the death of a rank.
-        binds: whether mpiexec may bind ranks to cores.
-
-    Raises:
-        ArgumentError: the number of ranks is missing, or exceeds the slots.
-        LaunchError: there is no mpiexec, a host is unknown, or this process is a rank itself.
-    """
+    """Returns the command line of mpiexec, which ends in the program."""
     _check_not_a_rank(environment)
     given = allocation(environment)
     hosts = _named_hosts(options)
@@ -173,14 +141,12 @@ def _check_not_a_rank(environment: Mapping[str, str]) -> None:
     announced = launch_environment.announced_size(environment)
     if announced is not None and announced.variable in LAUNCHERS and announced.size > 1:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras-dist]",
-                "a process that is not itself a rank",
-                f"one of {announced.size}, started by {announced.launcher} ({announced.variable})",
-                f"Use only one of the two launchers: either {sys.argv[0]}, or the one around it.",
-            )
+            "[keras-dist]",
+            "a process that is not itself a rank",
+            f"one of {announced.size}, started by {announced.launcher} ({announced.variable})",
+            f"Use only one of the two launchers: either {sys.argv[0]}, or the one around it.",
         )
 
 
 def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
-    return errors.ArgumentError(errors.explain("[keras-dist]", expected, received, remedy))
+    return errors.ArgumentError("[keras-dist]", expected, received, remedy)

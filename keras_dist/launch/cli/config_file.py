@@ -5,15 +5,9 @@ from pathlib import Path
 from keras_dist import errors
 from keras_dist.launch.cli.options import OPTIONS
 
-__all__ = ["arguments_of_file"]
-
 
 def arguments_of_file(path: str) -> list[str]:
-    """Returns the options of a YAML file as command-line arguments.
-
-    Raises:
-        ArgumentError: the file cannot be read, or holds something else.
-    """
+    """Returns the options of a YAML file as command-line arguments."""
     import yaml
 
     try:
@@ -50,4 +44,4 @@ def arguments_of_file(path: str) -> list[str]:
 
 def _bad_file(expected: str, received: str) -> errors.ArgumentError:
     remedy = "The names are the long options without leading dashes; see keras-dist run -h."
-    return errors.ArgumentError(errors.explain("[keras-dist run]", expected, received, remedy))
+    return errors.ArgumentError("[keras-dist run]", expected, received, remedy)

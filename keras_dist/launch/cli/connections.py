@@ -10,16 +10,12 @@ from keras_dist import errors
 from keras_dist.launch.cli.mpiexec import Library
 from keras_dist.launch.remote_shell import agent_command, read_notes
 
-__all__ = ["Connections", "watched_connections"]
-
 
 class Connections:
     """The connections of one job.
 
     Args:
-        notes: file in which they are noted when they end; `None` where they are not watched.
         limit: seconds after which a host that does not answer is lost; 0: never.
-        agent: the program that mpiexec starts for each host.
     """
 
     def __init__(self, notes: Path | None = None, limit: int = 0, agent: str = ""):
@@ -58,8 +54,6 @@ def watched_connections(library: Library, ssh: str | None, limit: int) -> Iterat
     Only mpiexec of Open MPI needs it: Hydra notices by itself that ranks are gone.
 
     Args:
-        library: the MPI library of the ranks.
-        ssh: path of ssh; `None` where mpiexec enters hosts by other means, or enters none.
         limit: seconds after which a host that does not answer is lost; 0: never.
     """
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:

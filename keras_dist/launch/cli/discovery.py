@@ -12,8 +12,6 @@ from keras_dist import errors
 from keras_dist.launch.cli.hosts import parse_lines
 from keras_dist.launch.cli.job import end_with_parent
 
-__all__ = ["ask", "with_hosts"]
-
 PAUSE_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # granted to a script in any case
 
@@ -23,16 +21,6 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
 
     The script runs again while there are fewer slots than `--min-np`, for at most
     `--elastic-timeout` seconds.
-
-    Args:
-        options: the options.
-        again: whether the job was started before; a script that fails then, or prints something
-            else, runs again.
-        end: deadline of the job, by `time.monotonic`.
-
-    Raises:
-        ArgumentError: the script failed, printed something else, or named too few slots.
-        TimeoutError: the deadline has passed.
     """
     script = options.host_discovery_script
     if script is None:
@@ -53,9 +41,7 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
             received = trouble or f"{slots}, after {options.elastic_timeout} s"
             remedy = "The script must print one host per line, such as h1:2, and exit with 0."
             expected = f"{shlex.join(script)} to name {least} or more slots"
-            raise errors.ArgumentError(
-                errors.explain("[keras-dist run]", expected, received, remedy)
-            )
+            raise errors.ArgumentError("[keras-dist run]", expected, received, remedy)
         time.sleep(max(0.0, min(PAUSE_SECONDS, end - time.monotonic())))
 
 
@@ -63,7 +49,6 @@ def ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | No
     """Runs a discovery script; returns slots by host, and an error text or `None`.
 
     Args:
-        script: the program with its arguments.
         seconds: time limit.
     """
     try:

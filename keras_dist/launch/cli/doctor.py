@@ -18,8 +18,6 @@ from keras_dist.launch.cli.findings import (
 from keras_dist.launch.cli.measured import measure
 from keras_dist.launch.cli.options import add_host_options
 
-__all__ = ["add_to"]
-
 NBYTES = 16 * 2**20  # of the test reduction
 WIDTH = 15
 

@@ -10,8 +10,6 @@ from rich.text import Text
 
 from keras_dist.monitor.job import Job, Row
 
-__all__ = ["console", "live", "table"]
-
 SILENT_SECONDS = 5.0  # a rank with an older report does not answer
 
 

@@ -3,8 +3,6 @@
 import argparse
 from typing import Any
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Adds the command to the subparsers."""

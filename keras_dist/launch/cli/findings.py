@@ -18,8 +18,6 @@ from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, load_library
 from keras_dist.launch.cli.network import interfaces, select_interface, selected
 
-__all__ = ["Finding", "of_a_job", "of_the_launcher", "of_the_machine", "of_the_packages"]
-
 GIB = 2**30
 BACKENDS = {"tensorflow": ("tensorflow", "tensorflow-cpu"), "jax": ("jax",), "torch": ("torch",)}
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
@@ -29,14 +27,7 @@ ENOUGH_GIB = 1  # for the gradients of four ranks of a model of 50 million param
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A finding.
-
-    Args:
-        what: subject of the check.
-        text: result.
-        remedy: what to do; empty if nothing.
-        is_trouble: whether no job can run before that.
-    """
+    """A finding."""
 
     what: str
     text: str
@@ -64,11 +55,7 @@ def of_the_packages() -> Iterator[Finding]:
 
 
 def of_the_machine() -> Iterator[Finding]:
-    """Yields cores, memory, GPUs and batch system of this host.
-
-    Raises:
-        ArgumentError: the host list of the batch system cannot be parsed.
-    """
+    """Yields cores, memory, GPUs and batch system of this host."""
     yield Finding("Host", f"{os.uname().nodename}, {platform.system()} {platform.release()}")
     yield _cores()
     if SHARED_MEMORY.is_dir():
@@ -87,11 +74,7 @@ def of_the_machine() -> Iterator[Finding]:
 
 
 def of_the_launcher() -> Iterator[Finding]:
-    """Yields the MPI library, its mpiexec, and the network that it may use.
-
-    Raises:
-        LaunchError: there is no MPI library.
-    """
+    """Yields the MPI library, its mpiexec, and the network that it may use."""
     library = load_library()
     yield Finding("MPI library", library.text)
     yield Finding("Launcher", f"{find_mpiexec(library)}, which belongs to it")
@@ -103,7 +86,6 @@ def of_a_job(found: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
     """Yields the findings of a small job.
 
     Args:
-        found: result of `keras_dist.launch.microbench`.
         seconds: duration of the job.
     """
     hosts = ", ".join(found["hosts"])

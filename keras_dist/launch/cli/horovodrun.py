@@ -3,8 +3,6 @@
 import argparse
 from typing import Any
 
-__all__ = ["REFUSED", "refuse"]
-
 _ELASTIC = "Leave it out: the script of --host-discovery-script prints hosts with slots."
 _NETWORK = (
     "Pass it to mpiexec: --mpi-args '-iface eth0' for MPICH, "

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from keras_dist import errors
 
-__all__ = ["Allocation", "allocation", "check_names", "parse_hosts", "parse_lines", "read_hostfile"]
-
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 LINE = re.compile(
     r"(?P<name>[^\s:]+)(:(?P<short>\d+))?(\s+slots\s*=\s*(?P<long>\d+))?"
@@ -25,13 +23,7 @@ LINE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """The allocation of a batch system.
-
-    Args:
-        system: name of the batch system.
-        hosts: ranks by host; empty if unknown.
-        ranks: requested number of ranks; `None` if none was requested.
-    """
+    """The allocation of a batch system."""
 
     system: str
     hosts: Mapping[str, int]
@@ -39,20 +31,12 @@ class Allocation:
 
 
 def parse_hosts(text: str) -> dict[str, int]:
-    """Parses ranks by host from `h1:2,h2:2`; a host without a number has one.
-
-    Raises:
-        ArgumentError: the text has another form.
-    """
+    """Parses ranks by host from `h1:2,h2:2`; a host without a number has one."""
     return _collect(text.split(","), "--hosts to be like h1:2,h2:2")
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """Reads ranks by host from a file with one host per line: `h1 slots=2` or `h1:2`.
-
-    Raises:
-        ArgumentError: the file cannot be read, or has other lines.
-    """
+    """Reads ranks by host from a file with one host per line: `h1 slots=2` or `h1:2`."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -67,22 +51,16 @@ def parse_lines(text: str) -> tuple[dict[str, int], str | None]:
 
 
 def check_names(hosts: Iterable[str]) -> None:
-    """Checks that host names resolve, before anything waits for a host.
-
-    Raises:
-        LaunchError: a name does not resolve.
-    """
+    """Checks that host names resolve, before anything waits for a host."""
     for name in hosts:
         try:
             socket.getaddrinfo(name, None)
         except (OSError, UnicodeError) as error:  # an empty label, or one of 64 letters
             raise errors.LaunchError(
-                errors.explain(
-                    "[keras-dist]",
-                    "resolvable host names",
-                    f"{name!r}: {getattr(error, 'strerror', error)}",
-                    "Correct --hosts or the hostfile; `getent hosts NAME` checks a name.",
-                )
+                "[keras-dist]",
+                "resolvable host names",
+                f"{name!r}: {getattr(error, 'strerror', error)}",
+                "Correct --hosts or the hostfile; `getent hosts NAME` checks a name.",
             ) from None
 
 
@@ -170,4 +148,4 @@ def _number(text: str | None) -> int | None:
 
 
 def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
-    return errors.ArgumentError(errors.explain("[keras-dist]", expected, received, remedy))
+    return errors.ArgumentError("[keras-dist]", expected, received, remedy)

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-__all__ = ["Ended", "end_with_parent", "run_job"]
-
 LOST_SECONDS = 5  # for mpiexec to end by itself after a host is lost, and after a signal
 GRACE_SECONDS = 30  # after a signal; the default of Slurm before SIGKILL
 KILL_SECONDS = 5  # a killed process may hang in the kernel
@@ -30,13 +28,7 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36  # of prctl, on Linux
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The end of a job.
-
-    Args:
-        code: exit code of mpiexec, in the convention of shells.
-        signal: first signal that asked the job to end, if any.
-        timed_out: whether the time limit ended it.
-    """
+    """The end of a job."""
 
     code: int
     signal: int | None
@@ -56,13 +48,7 @@ def run_job(
     After a terminating signal the job has `GRACE_SECONDS`; Ctrl-C twice kills it at once.
 
     Args:
-        command: command line of mpiexec.
-        environment: environment of the ranks.
         seconds: time limit. Defaults to `None`: no limit.
-        output: file for its output. Defaults to `None`: the output of this process.
-        lost: whether a host of the job is lost; called in a thread. Then mpiexec, which may wait
-            for the host, is ended, and its exit code is not 0. Defaults to a function that says no.
-        beside: a context in which the job runs. Defaults to one that does nothing.
     """
     return _Job().run(command, environment, seconds, output, lost, beside)
 

@@ -10,8 +10,6 @@ from keras_dist.launch.cli.mpiexec import find_mpiexec, load_library
 from keras_dist.launch.cli.program import add_program, program_of
 from keras_dist.storage.ownership import make_private_directory
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Adds the command to the subparsers."""
@@ -32,12 +30,10 @@ def _join(options: argparse.Namespace) -> int:
     library = load_library()
     if library.is_open_mpi:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras-dist join]",
-                "an MPI library that connects processes of different jobs, such as MPICH",
-                library.text,
-                "Install keras_dist[mpich] for the job and for this process.",
-            )
+            "[keras-dist join]",
+            "an MPI library that connects processes of different jobs, such as MPICH",
+            library.text,
+            "Install keras_dist[mpich] for the job and for this process.",
         )
     directory = os.path.abspath(options.directory)
     make_private_directory(Path(directory), "[keras-dist join]")

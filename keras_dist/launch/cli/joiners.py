@@ -13,8 +13,6 @@ from keras_dist.launch.cli.discovery import ask
 from keras_dist.launch.cli.job import end_with_parent
 from keras_dist.runtime.job_directory import JobDirectory
 
-__all__ = ["Joiners", "new_slots", "slots_in_use"]
-
 PAUSE_SECONDS = 5.0  # between questions
 ANSWER_SECONDS = 10.0
 END_SECONDS = 10.0  # for the processes to end after the job
@@ -22,16 +20,7 @@ KILL_SECONDS = 5.0
 
 
 class Joiners:
-    """Asks the discovery script while a job runs, and starts a process on each further slot.
-
-    Args:
-        script: the program with its arguments.
-        directory: join directory of the job.
-        ranks: number of ranks on each host at the start.
-        limit: maximum number of ranks; `None`: no limit.
-        command_on: returns the command line that starts a process on a host.
-        environment: its environment.
-    """
+    """Asks the discovery script while a job runs, and starts a process on each further slot."""
 
     def __init__(
         self,
@@ -130,12 +119,6 @@ def new_slots(
     """Returns the host of each slot on which a process is to start, and counts it in `used`.
 
     The slot of a process that has ended is free again when the script has not named it meanwhile.
-
-    Args:
-        named: slots by host, as the script names them now.
-        used: slots that have been used, by host.
-        busy: slots whose process runs, by host.
-        limit: maximum number of processes that run; `None`: no limit.
     """
     found: list[str] = []
     for host in used:

@@ -13,8 +13,6 @@ from keras_dist.launch.cli.command import check_entry, job_command, settings_of,
 from keras_dist.launch.cli.job import run_job
 from keras_dist.launch.cli.mpiexec import load_library
 
-__all__ = ["measure", "measure_steps"]
-
 MARK = "keras_dist measured: "
 SECONDS = 300
 
@@ -23,12 +21,7 @@ def measure(options: argparse.Namespace, ranks: int, sizes: Iterable[int]) -> di
     """Runs `keras_dist.launch.microbench` on some ranks and returns its result.
 
     Args:
-        options: hosts and number of ranks, parsed by `add_host_options`.
-        ranks: number of ranks.
         sizes: sizes of the reductions in bytes.
-
-    Raises:
-        LaunchError: the job failed, or there is no mpiexec.
     """
     return _run(options, ranks, "microbench", *map(str, sizes))
 
@@ -38,17 +31,8 @@ def measure_steps(
 ) -> list[list[float]]:
     """Runs `keras_dist.launch.model_steps` on some ranks.
 
-    Args:
-        options: hosts and number of ranks, parsed by `add_host_options`.
-        ranks: number of ranks.
-        model: path of a compiled Keras model.
-        batch_size: samples for each rank and step.
-
     Returns:
         List of the seconds of the steps of each rank.
-
-    Raises:
-        LaunchError: the job failed, or there is no mpiexec.
     """
     path = os.path.abspath(model)
     found = _run(options, ranks, "model_steps", path, str(batch_size))
@@ -73,10 +57,8 @@ def _run(options: argparse.Namespace, ranks: int, module: str, *arguments: str) 
             return found
     told = " / ".join(line.strip() for line in lines if line.strip())[-2000:]
     raise errors.LaunchError(
-        errors.explain(
-            "[keras-dist]",
-            f"a job of {ranks} ranks to finish",
-            f"exit code {ended.code}" + (f" and {told}" if told else ""),
-            "Try: keras-dist run -np 2 hostname",
-        )
+        "[keras-dist]",
+        f"a job of {ranks} ranks to finish",
+        f"exit code {ended.code}" + (f" and {told}" if told else ""),
+        "Try: keras-dist run -np 2 hostname",
     )

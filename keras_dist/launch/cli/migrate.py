@@ -14,8 +14,6 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.storage import atomic_write
 
-__all__ = ["add_to"]
-
 PROPOSED = 1
 BY_HAND = 3  # 2 is for files that are not scripts
 
@@ -36,9 +34,7 @@ def add_to(commands: Any) -> None:
 def _migrate(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("libcst") is None:
         expected, remedy = "libcst", "Install it: pip install 'keras_dist[migrate]'"
-        raise errors.ArgumentError(
-            errors.explain("[keras-dist migrate]", expected, "no such package", remedy)
-        )
+        raise errors.ArgumentError("[keras-dist migrate]", expected, "no such package", remedy)
     from keras_dist.migrate import rewrite
 
     read = {path: _read(path) for path in options.scripts}
@@ -90,9 +86,7 @@ def _read(path: pathlib.Path) -> tuple[str, str]:
 
 
 def _error(received: str, remedy: str) -> errors.ArgumentError:
-    return errors.ArgumentError(
-        errors.explain("[keras-dist migrate]", "a script", received, remedy)
-    )
+    return errors.ArgumentError("[keras-dist migrate]", "a script", received, remedy)
 
 
 def _write(path: pathlib.Path, text: str, encoding: str) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from keras_dist import errors
 
-__all__ = ["Library", "find_mpiexec", "load_library", "mpiexec_options"]
-
 # These mean that slots come from a batch system.
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
 VERSION_SECONDS = 20  # to print the version
@@ -19,13 +17,7 @@ VERSION_SECONDS = 20  # to print the version
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """An MPI library.
-
-    Args:
-        vendor: name, as mpi4py gives it.
-        version: version.
-        text: both, as the library prints them.
-    """
+    """An MPI library."""
 
     vendor: str
     version: tuple[int, ...]
@@ -43,11 +35,7 @@ class Library:
 
 
 def load_library() -> Library:
-    """Returns the MPI library that ranks will load. Does not initialize MPI.
-
-    Raises:
-        LaunchError: none was found.
-    """
+    """Returns the MPI library that ranks will load. Does not initialize MPI."""
     import mpi4py
 
     initialize, mpi4py.rc.initialize = mpi4py.rc.initialize, False  # this process is not a rank
@@ -55,12 +43,10 @@ def load_library() -> Library:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises either
         raise errors.LaunchError(
-            errors.explain(
-                "[keras-dist]",
-                "an MPI library",
-                f"none: {str(error).splitlines()[0]}",
-                "pip install 'keras_dist[mpich]', or load the cluster's MPI module.",
-            )
+            "[keras-dist]",
+            "an MPI library",
+            f"none: {str(error).splitlines()[0]}",
+            "pip install 'keras_dist[mpich]', or load the cluster's MPI module.",
         ) from None
     finally:
         mpi4py.rc.initialize = initialize
@@ -73,9 +59,6 @@ def find_mpiexec(library: Library) -> str:
 
     Wheels install mpiexec beside Python. The first one on the PATH may belong to another library,
     and its ranks would not find each other.
-
-    Raises:
-        LaunchError: none was found.
     """
     seen = []
     for path in dict.fromkeys(_candidates()):
@@ -84,12 +67,10 @@ def find_mpiexec(library: Library) -> str:
         seen.append(path)
     others = f"only {', '.join(seen)}, of another library" if seen else "none"
     raise errors.LaunchError(
-        errors.explain(
-            "[keras-dist]",
-            f"the mpiexec of {library.text} next to {sys.executable} or on the PATH",
-            others,
-            "Load the module of that library, or start the job with srun, not keras-dist run.",
-        )
+        "[keras-dist]",
+        f"the mpiexec of {library.text} next to {sys.executable} or on the PATH",
+        others,
+        "Load the module of that library, or start the job with srun, not keras-dist run.",
     )
 
 
@@ -101,20 +82,7 @@ def mpiexec_options(
     hosts: Mapping[str, int] | None = None,
     binds: bool = True,
 ) -> list[str]:
-    """Returns the options of an mpiexec.
-
-    Args:
-        library: its MPI library.
-        ranks: number of ranks.
-        passed: names of environment variables that ranks on other nodes need; Hydra passes all.
-        survives_rank_loss: whether ranks continue after the death of a rank.
-        hosts: slots by host. Defaults to those that mpiexec finds.
-        binds: whether mpiexec may bind ranks to cores. Open MPI gives each of two ranks on a
-            node one core, however many there are.
-
-    Raises:
-        LaunchError: the library does not support an option.
-    """
+    """Returns the options of an mpiexec."""
     options = ["-n", str(ranks)]
     if not library.is_open_mpi:
         return [*options, *(_hydra_hosts(library, hosts) if hosts else [])]
@@ -139,12 +107,10 @@ def _hydra_hosts(library: Library, hosts: Mapping[str, int]) -> list[str]:
     slots = set(hosts.values())
     if len(slots) > 1:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras-dist]",
-                "the same number of ranks for each host, with Intel MPI",
-                _listed(hosts),
-                "Leave out the hosts and pass --mpi-args '-machinefile FILE'.",
-            )
+            "[keras-dist]",
+            "the same number of ranks for each host, with Intel MPI",
+            _listed(hosts),
+            "Leave out the hosts and pass --mpi-args '-machinefile FILE'.",
         )
     return ["-ppn", str(*slots), "-hosts", ",".join(hosts)]
 

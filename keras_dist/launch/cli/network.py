@@ -6,8 +6,6 @@ from pathlib import Path
 
 from keras_dist.launch.cli.mpiexec import Library
 
-__all__ = ["SELECTIONS", "interfaces", "select_interface", "selected"]
-
 INTERFACES = Path("/sys/class/net")
 # Settings that select an interface, of UCX, libfabric and Open MPI.
 SELECTIONS = ("UCX_NET_DEVICES", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include")

@@ -6,24 +6,10 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["OPTIONS", "Option", "add_host_options", "add_options"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option.
-
-    Args:
-        names: names; messages use the first with two dashes, or the first.
-        meaning: effect, unit and default.
-        metavar: placeholder of the value; empty for a flag.
-        parse: converts the text to the value.
-        choices: accepted values.
-        repeated: whether it may occur several times.
-        default: default value.
-        variable: environment variable that it sets for the ranks.
-        horovod: names in `horovodrun`, which are accepted.
-    """
+    """An option."""
 
     names: str
     meaning: str

@@ -7,8 +7,6 @@ import sys
 
 from keras_dist import errors
 
-__all__ = ["add_program", "program_of"]
-
 NOTEBOOK = ("-m", "keras_dist.launch.cli", "run-notebook")
 
 
@@ -19,15 +17,7 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def program_of(options: argparse.Namespace, command: str) -> list[str]:
-    """Returns the command of each rank.
-
-    Args:
-        options: parsed by `add_program`.
-        command: the command of keras-dist and its first options, for messages.
-
-    Raises:
-        ArgumentError: there is no program, or it does not exist.
-    """
+    """Returns the command of each rank."""
     words = options.program[1:] if options.program[:1] == ["--"] else options.program
     if options.module is not None:
         words = [sys.executable, "-m", *options.module] if options.module else []
@@ -38,13 +28,10 @@ def program_of(options: argparse.Namespace, command: str) -> list[str]:
     if (missing := _missing(words)) is None:
         return words
     raise errors.ArgumentError(
-        errors.explain(
-            f"[keras-dist {command.split()[0]}]",
-            "a program to start",
-            missing,
-            "Put it after the options, for example: "
-            f"keras-dist {command} python train.py --epochs 3",
-        )
+        f"[keras-dist {command.split()[0]}]",
+        "a program to start",
+        missing,
+        f"Put it after the options, for example: keras-dist {command} python train.py --epochs 3",
     )
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 
 from keras_dist import errors
 
-__all__ = ["check_reach", "ssh_of_mpiexec"]
-
 SECONDS = 20  # for the answer of a host
 CHECKS = 32  # at the same time
 NOT_ENTERED = 255  # exit code of ssh for its own errors
@@ -37,16 +35,7 @@ def ssh_of_mpiexec(environment: Mapping[str, str]) -> str | None:
 
 
 def check_reach(hosts: Iterable[str], ssh: str) -> None:
-    """Enters other hosts with ssh and compares Python and MPI, all at the same time.
-
-    Args:
-        hosts: names of the hosts.
-        ssh: path of ssh.
-
-    Raises:
-        LaunchError: a host cannot be entered, does not answer in time, or has another Python or
-            MPI library.
-    """
+    """Enters other hosts with ssh and compares Python and MPI, all at the same time."""
     others = [name for name in hosts if not _is_this_host(name)]
     if not others:
         return

@@ -10,8 +10,6 @@ from types import FrameType
 
 from keras_dist.runtime import exit_hooks
 
-__all__ = ["EndRequested", "terminating_signals_raise"]
-
 CODES = {
     signal.SIGTERM: exit_hooks.PREEMPTED_EXIT_CODE,
     signal.SIGUSR1: exit_hooks.PREEMPTED_EXIT_CODE,
@@ -20,11 +18,7 @@ CODES = {
 
 
 class EndRequested(BaseException):
-    """Raised for a terminating signal; a `BaseException`, as `KeyboardInterrupt`.
-
-    Args:
-        number: number of the signal.
-    """
+    """Raised for a terminating signal; a `BaseException`, as `KeyboardInterrupt`."""
 
     def __init__(self, number: int):
         self.name = signal.Signals(number).name
@@ -33,11 +27,7 @@ class EndRequested(BaseException):
 
 @contextlib.contextmanager
 def terminating_signals_raise() -> Iterator[None]:
-    """Makes terminating signals raise within the context; a running job has its own handlers.
-
-    Raises:
-        EndRequested: a signal arrived.
-    """
+    """Makes terminating signals raise within the context; a running job has its own handlers."""
     previous = {number: signal.signal(number, _raise) for number in CODES}
     # Its default action would end the launcher, but only ranks use it.
     previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, _ignore)

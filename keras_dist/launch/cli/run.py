@@ -30,8 +30,6 @@ from keras_dist.runtime import exit_hooks
 from keras_dist.runtime.job_directory import JobDirectory
 from keras_dist.storage import memory_directory
 
-__all__ = ["add_to"]
-
 TIMED_OUT = 124  # as timeout(1)
 NEVER_AGAIN = (2, 128 + signal.SIGINT)  # usage error; Ctrl-C
 MAX_PAUSE_SECONDS = 30
@@ -256,7 +254,7 @@ def _check(options: argparse.Namespace) -> None:
         remedy = f"--max-np is {options.max_np}."
     else:
         return
-    raise errors.ArgumentError(errors.explain("[keras-dist run]", expected, received, remedy))
+    raise errors.ArgumentError("[keras-dist run]", expected, received, remedy)
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:

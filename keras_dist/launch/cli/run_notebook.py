@@ -8,8 +8,6 @@ from typing import Any
 
 from keras_dist import errors
 
-__all__ = ["add_to"]
-
 NEEDED = ("IPython", "nbformat", "yaml")
 
 DESCRIPTION = """Runs the cells of a notebook on this rank, in one process: mpirun -np 4 keras-dist
@@ -51,12 +49,10 @@ def _run(options: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise errors.LaunchError(
-            errors.explain(
-                "[keras-dist run-notebook]",
-                "the packages that run notebooks",
-                f"no {' and no '.join(missing)}",
-                "pip install 'keras_dist[notebook]'",
-            )
+            "[keras-dist run-notebook]",
+            "the packages that run notebooks",
+            f"no {' and no '.join(missing)}",
+            "pip install 'keras_dist[notebook]'",
         )
     from keras_dist.launch import notebook
 
@@ -90,11 +86,9 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
             raise ValueError(f"{type(values).__name__}, not names with values")
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras-dist run-notebook]",
-                f"{path} to hold parameters in YAML, `name: value` on each line",
-                " ".join(str(error).split()),
-                "Correct it, or pass parameters by -p NAME VALUE.",
-            )
+            "[keras-dist run-notebook]",
+            f"{path} to hold parameters in YAML, `name: value` on each line",
+            " ".join(str(error).split()),
+            "Correct it, or pass parameters by -p NAME VALUE.",
         ) from None
     return values

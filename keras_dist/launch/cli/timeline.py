@@ -5,8 +5,6 @@ from typing import Any
 
 from keras_dist import errors
 
-__all__ = ["add_to"]
-
 
 def add_to(commands: Any) -> None:
     """Adds the command to the subparsers."""
@@ -39,7 +37,5 @@ def _summarise(options: argparse.Namespace) -> int:
             "Pass another file, or install the requirements: pip install 'keras_dist[timeline]'"
         )
         expected = "to print the timeline, and to write the files of --html and --png"
-        raise errors.ArgumentError(
-            errors.explain("[keras-dist timeline]", expected, str(error), remedy)
-        ) from None
+        raise errors.ArgumentError("[keras-dist timeline]", expected, str(error), remedy) from None
     return 0

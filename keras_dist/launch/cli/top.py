@@ -14,8 +14,6 @@ from keras_dist import errors
 from keras_dist.monitor.job import Job
 from keras_dist.monitor.sockets import find_sockets, is_of_this_node, jobs_at, jobs_of, remove
 
-__all__ = ["add_to"]
-
 NONE_FOUND = 1
 REDRAWS_PER_SECOND = 2
 PLAIN_WIDTH = 160  # characters, without a terminal
@@ -49,11 +47,7 @@ def add_to(commands: Any) -> None:
 
 
 class _Watched:
-    """Jobs, each read by a thread of its own until it ends.
-
-    Args:
-        streams: one per job, of which the first state was read already.
-    """
+    """Jobs, each read by a thread of its own until it ends."""
 
     def __init__(self, streams: Sequence[tuple[Job, Iterator[Job]]]):
         self._jobs = [job for job, _ in streams]
@@ -105,12 +99,10 @@ def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
             yield next(stream), stream
         except (OSError, StopIteration) as error:
             raise errors.LaunchError(
-                errors.explain(
-                    "[keras-dist top]",
-                    f"a job at {host}:{port}",
-                    str(error) or "no answer",
-                    "Start it with KERAS_DIST_TOP_PORT, and open the tunnel to the node of rank 0.",
-                )
+                "[keras-dist top]",
+                f"a job at {host}:{port}",
+                str(error) or "no answer",
+                "Start it with KERAS_DIST_TOP_PORT, and open the tunnel to the node of rank 0.",
             ) from None
         return
     for path in find_sockets():
@@ -133,12 +125,10 @@ def _token(path: Path | None) -> str:
         return "" if path is None else path.read_text().strip()
     except OSError as error:
         raise errors.ArgumentError(
-            errors.explain(
-                "[keras-dist top]",
-                "--token-file to be the token file in the directory of the job's socket",
-                str(error),
-                "Copy it from the node of rank 0.",
-            )
+            "[keras-dist top]",
+            "--token-file to be the token file in the directory of the job's socket",
+            str(error),
+            "Copy it from the node of rank 0.",
         ) from None
 
 

@@ -22,17 +22,10 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Exchange", "Failure", "Value"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """The return value of a rank.
-
-    Args:
-        kind: name of its type.
-        pickled: the pickled value.
-    """
+    """The return value of a rank."""
 
     kind: str
     pickled: bytes
@@ -40,14 +33,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The exception that ended a rank.
-
-    Args:
-        text: the exception in one line.
-        traceback: its traceback.
-        pickled: the pickled exception; empty if it cannot be pickled.
-        is_consequence: whether it follows from the end of another rank.
-    """
+    """The exception that ended a rank."""
 
     text: str
     traceback: str
@@ -56,11 +42,7 @@ class Failure:
 
 
 class Exchange:
-    """The files of one call.
-
-    Args:
-        folder: their directory.
-    """
+    """The files of one call."""
 
     def __init__(self, folder: pathlib.Path):
         self.folder = folder

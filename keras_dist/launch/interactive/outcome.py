@@ -7,8 +7,6 @@ import cloudpickle
 from keras_dist import errors
 from keras_dist.launch.interactive.exchange import Exchange, Failure
 
-__all__ = ["WHERE", "values"]
-
 #: the place, in messages
 WHERE = "[keras_dist.run]"
 USAGE = 2  # exit code of keras-dist run without a job
@@ -16,18 +14,7 @@ SHOWN_LINES = 20
 
 
 def values(exchange: Exchange, np: int, code: int, printed_by_launcher: str) -> list[Any]:
-    """Returns the values of the ranks of a finished job, in the order of ranks.
-
-    Args:
-        exchange: files shared with the ranks.
-        np: number of ranks.
-        code: exit code of the job.
-        printed_by_launcher: output of the launcher.
-
-    Raises:
-        RankError: a rank failed, or left no value.
-        LaunchError: no rank started.
-    """
+    """Returns the values of the ranks of a finished job, in the order of ranks."""
     for rank, failure in exchange.failures(np).items():
         raise _as_error(failure, rank, np, exchange)
     outcomes = [exchange.outcome(rank) for rank in range(np)]

@@ -19,29 +19,18 @@ from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
 from keras_dist.launch.rank_log import printing_to
 from keras_dist.runtime import launch_environment
 
-__all__ = ["as_failure", "as_value", "is_consequence", "main", "run_call"]
-
 REPORT_SECONDS = 0.5
 
 
 def main(folder: str) -> None:
-    """Runs the function of a call on this rank.
-
-    Args:
-        folder: directory of the exchange with the caller.
-    """
+    """Runs the function of a call on this rank."""
     exchange, rank = Exchange(pathlib.Path(folder)), launch_environment.announced_rank() or 0
     with printing_to(exchange.log(rank)):
         run_call(exchange, rank)
 
 
 def run_call(exchange: Exchange, rank: int) -> None:
-    """Runs the function of a call, and writes its progress and its outcome.
-
-    Args:
-        exchange: the exchange with the caller.
-        rank: rank of this process.
-    """
+    """Runs the function of a call, and writes its progress and its outcome."""
     try:
         environment, path, cells, work = exchange.call()
         os.environ.update(environment)
@@ -83,22 +72,15 @@ def as_value(value: Any, rank: int) -> Value:
         return Value(kind, cloudpickle.dumps(value))
     except Exception as error:  # pickling may raise anything
         raise errors.ArgumentTypeError(
-            errors.explain(
-                f"[rank {rank}]",
-                "a return value that can be pickled",
-                f"an object of type {kind} ({type(error).__name__}: {error})",
-                "Return numbers or arrays, for example, and keep the object within the function.",
-            )
+            f"[rank {rank}]",
+            "a return value that can be pickled",
+            f"an object of type {kind} ({type(error).__name__}: {error})",
+            "Return numbers or arrays, for example, and keep the object within the function.",
         ) from None
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Returns whether an exception follows from the end of another rank.
-
-    Args:
-        error: a `RankLostError`, an exception raised because of one, or an exception of a framework
-            that has one in its text.
-    """
+    """Returns whether an exception follows from the end of another rank."""
     kind = errors.RankLostError
     seen: list[BaseException] = []
     following: BaseException | None = error

@@ -23,8 +23,6 @@ from keras_dist.launch.interactive.view import View, open_view
 from keras_dist.launch.pickled import pickled
 from keras_dist.runtime import launch_environment
 
-__all__ = ["run"]
-
 TURN_SECONDS = 0.1
 END_SECONDS = 6.0  # the launcher kills processes after 5
 
@@ -190,20 +188,16 @@ def _pickled(work: Any) -> bytes:
         return pickled(work)
     except Exception as error:  # pickling may raise anything
         raise errors.ArgumentTypeError(
-            errors.explain(
-                WHERE,
-                "a function and arguments that can be pickled, with all objects that they refer to",
-                f"{type(error).__name__}: {error}",
-                "Open files, locks and devices within the function.",
-            )
+            WHERE,
+            "a function and arguments that can be pickled, with all objects that they refer to",
+            f"{type(error).__name__}: {error}",
+            "Open files, locks and devices within the function.",
         ) from error
 
 
 def _check(fn: Any, np: Any) -> None:
     if not callable(fn):
-        raise errors.ArgumentTypeError(
-            errors.explain(WHERE, "a function", repr(fn), "Pass it without calling it.")
-        )
+        raise errors.ArgumentTypeError(WHERE, "a function", repr(fn), "Pass it without calling it.")
     if not isinstance(np, int) or np < 1:
         kind = errors.ArgumentError if isinstance(np, int) else errors.ArgumentTypeError
         raise kind(errors.explain(WHERE, "np to be 1 rank or more", repr(np), "Pass np=2."))
@@ -211,11 +205,9 @@ def _check(fn: Any, np: Any) -> None:
     # A batch job sets the variables of ranks for the script too, which is not a rank.
     if announced is not None and announced.size > 1 and announced.variable != "SLURM_NTASKS":
         raise errors.LaunchError(
-            errors.explain(
-                WHERE,
-                "a process that is not a rank",
-                f"one of {announced.size} ranks according to {announced.launcher} "
-                f"({announced.variable})",
-                "Call the function itself on every rank, or start this script by python alone.",
-            )
+            WHERE,
+            "a process that is not a rank",
+            f"one of {announced.size} ranks according to {announced.launcher} "
+            f"({announced.variable})",
+            "Call the function itself on every rank, or start this script by python alone.",
         )

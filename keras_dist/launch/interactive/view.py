@@ -9,8 +9,6 @@ from typing import Any
 
 from keras_dist.launch.interactive.exchange import Exchange
 
-__all__ = ["View", "open_view"]
-
 TABLE_SECONDS = 0.5
 
 
@@ -36,12 +34,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 class View:
-    """Shows the output of the root.
-
-    Args:
-        exchange: files shared with the ranks.
-        np: number of ranks.
-    """
+    """Shows the output of the root."""
 
     def __init__(self, exchange: Exchange, np: int):
         self._exchange, self._np = exchange, np
@@ -50,11 +43,7 @@ class View:
         self._next_table = 0.0
 
     def show(self, last: bool = False) -> None:
-        """Shows new output.
-
-        Args:
-            last: whether this is the last call, so that the table is updated in any case.
-        """
+        """Shows new output."""
         with contextlib.suppress(FileNotFoundError), self._exchange.log(0).open("rb") as log:
             log.seek(self._read)
             new = log.read()
@@ -133,13 +122,7 @@ class _InTerminal(View):
 
 @contextlib.contextmanager
 def open_view(exchange: Exchange, np: int, verbose: bool) -> Iterator[View]:
-    """Opens the view that suits the output of this process.
-
-    Args:
-        exchange: files shared with the ranks.
-        np: number of ranks.
-        verbose: whether to show anything.
-    """
+    """Opens the view that suits the output of this process."""
     if not verbose:
         yield _NoView(exchange, np)
         return

@@ -9,44 +9,30 @@ import nbformat
 from keras_dist import errors
 from keras_dist.storage import atomic_write
 
-__all__ = ["begin", "executed_path", "read", "start_time", "write"]
-
 VERSION = 4  # format version; older notebooks are converted
 NOTE = "keras_dist"  # in the metadata
 
 
 def read(path: pathlib.Path, where: str) -> nbformat.NotebookNode:
-    """Reads a notebook.
-
-    Args:
-        path: the file.
-        where: this rank, for messages.
-
-    Raises:
-        ArgumentError: there is no such file, or it is not a Python notebook.
-    """
+    """Reads a notebook."""
     try:
         notebook = nbformat.read(path, VERSION)
         nbformat.validate(notebook)
     except Exception as error:  # errors of the file system, of JSON or of the format
         first = (str(error).splitlines() or [""])[0]
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                f"{path} to be a notebook",
-                f"{type(error).__name__}: {first}",
-                "Pass a file that Jupyter can open.",
-            )
+            where,
+            f"{path} to be a notebook",
+            f"{type(error).__name__}: {first}",
+            "Pass a file that Jupyter can open.",
         ) from None
     language = notebook.metadata.get("kernelspec", {}).get("language", "python")
     if language != "python":
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                f"{path} to be a notebook of Python",
-                f"one of {language}",
-                "Run notebooks of other languages with their kernels.",
-            )
+            where,
+            f"{path} to be a notebook of Python",
+            f"one of {language}",
+            "Run notebooks of other languages with their kernels.",
         )
     return notebook
 

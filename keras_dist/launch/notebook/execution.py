@@ -18,8 +18,6 @@ from keras_dist.launch.notebook.shell import Shell, start_shell
 from keras_dist.launch.rank_log import printing_to
 from keras_dist.runtime import launch_environment
 
-__all__ = ["run_notebook"]
-
 SKIPPED, MAY_FAIL = "skip-execution", "raises-exception"  # tags of nbclient
 
 
@@ -35,18 +33,6 @@ def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, 
 
     The root writes the notebook after every cell; other ranks write their output to log files
     beside it. A failing cell ends all ranks.
-
-    Args:
-        path: notebook; cells run in its directory.
-        output: path of the executed notebook.
-        values: parameters by name.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ArgumentError: the file is not a notebook, or a parameter cannot be injected.
-        SystemExit: a cell raised it.
     """
     rank, announced = launch_environment.announced_rank() or 0, launch_environment.announced_size()
     ranks = 1 if announced is None else announced.size
@@ -131,12 +117,10 @@ def _writer(
 def _check_output_path(output: pathlib.Path, where: str) -> None:
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "a directory to write the executed notebook to",
-                str(output.parent),
-                "Pass another path by --output.",
-            )
+            where,
+            "a directory to write the executed notebook to",
+            str(output.parent),
+            "Pass another path by --output.",
         )
 
 
@@ -147,12 +131,10 @@ def _end(failed: _Failed, notebook: nbformat.NotebookNode, where: str, place: pa
         return 128 + signal.SIGINT
     lines = notebook.cells[failed.place].source.strip().splitlines()
     error = errors.CellError(
-        errors.explain(
-            where,
-            f"cell [{failed.number}] of the notebook, `{lines[0]}`, to succeed",
-            f"{type(failed.error).__name__}: {failed.error}",
-            f"The traceback is in {place}.",
-        )
+        where,
+        f"cell [{failed.number}] of the notebook, `{lines[0]}`, to succeed",
+        f"{type(failed.error).__name__}: {failed.error}",
+        f"The traceback is in {place}.",
     )
     sys.excepthook(errors.CellError, error, None)
     return 1

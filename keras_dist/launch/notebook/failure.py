@@ -17,8 +17,6 @@ from typing import Any
 from keras_dist.launch.notebook import document
 from keras_dist.storage import atomic_write
 
-__all__ = ["listen", "send"]
-
 TURN_SECONDS = 0.1
 TAKEN_SECONDS = 5.0  # the root may hold the interpreter, or be gone
 
@@ -49,13 +47,7 @@ def send(notebook: pathlib.Path, rank: int, failure: dict[str, Any]) -> None:
 
 
 def listen(notebook: pathlib.Path, run: str, hear: Callable[[dict[str, Any]], None]) -> None:
-    """Receives failures of other ranks in a thread, until the process ends.
-
-    Args:
-        notebook: file that this rank has written.
-        run: start time of its run.
-        hear: called with each failure; the other rank waits until it returns.
-    """
+    """Receives failures of other ranks in a thread, until the process ends."""
 
     def look() -> None:
         while True:

@@ -11,15 +11,9 @@ from typing import Any, TextIO
 import nbformat
 from nbformat.v4 import new_output
 
-__all__ = ["Outputs", "Stream"]
-
 
 class Outputs:
-    """Collects the outputs of the current cell. Text also goes to a console.
-
-    Args:
-        console: stream that shows text as well.
-    """
+    """Collects the outputs of the current cell. Text also goes to a console."""
 
     def __init__(self, console: TextIO):
         self.lock = threading.RLock()  # any thread may print
@@ -101,13 +95,7 @@ class Outputs:
 
 
 class Stream(io.TextIOBase):
-    """Replaces `sys.stdout` or `sys.stderr` while cells run.
-
-    Args:
-        name: `"stdout"` or `"stderr"`.
-        outputs: receive its text.
-        file: the original stream; subprocesses write there.
-    """
+    """Replaces `sys.stdout` or `sys.stderr` while cells run."""
 
     encoding = "utf-8"
 

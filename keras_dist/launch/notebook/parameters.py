@@ -9,8 +9,6 @@ import nbformat
 
 from keras_dist import errors
 
-__all__ = ["inject"]
-
 DEFAULTS, INJECTED = "parameters", "injected-parameters"
 
 
@@ -18,14 +16,6 @@ def inject(notebook: nbformat.NotebookNode, parameters: Mapping[str, Any], where
     """Inserts a cell that assigns parameters after the cell tagged `parameters`, or at the top.
 
     It replaces a cell that was injected before.
-
-    Args:
-        notebook: changed in place.
-        parameters: JSON values by name.
-        where: this rank, for messages.
-
-    Raises:
-        ArgumentError: a name is not an identifier, or a value has no Python literal.
     """
     if not parameters:
         return
@@ -58,10 +48,8 @@ def _literal(name: str, value: Any, where: str) -> str:
         return repr(value)
     except (ValueError, SyntaxError):
         raise errors.ArgumentError(
-            errors.explain(
-                where,
-                "parameters with Python identifiers as names and JSON values",
-                f"{name!r}: {value!r}",
-                "Write it as -p NAME VALUE, or pass text by -r.",
-            )
+            where,
+            "parameters with Python identifiers as names and JSON values",
+            f"{name!r}: {value!r}",
+            "Write it as -p NAME VALUE, or pass text by -r.",
         ) from None

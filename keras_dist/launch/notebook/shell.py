@@ -12,8 +12,6 @@ from traitlets.config import Config
 
 from keras_dist.launch.notebook.outputs import Outputs
 
-__all__ = ["Shell", "start_shell"]
-
 INLINE = "module://matplotlib_inline.backend_inline"
 
 
@@ -80,11 +78,7 @@ class Shell(InteractiveShell):
 
 
 def start_shell(outputs: Outputs) -> Shell:
-    """Starts the shell of this process, with inline figures of matplotlib.
-
-    Args:
-        outputs: receive the outputs of cells.
-    """
+    """Starts the shell of this process, with inline figures of matplotlib."""
     os.environ.setdefault("MPLBACKEND", INLINE)
     config = Config()
     config.HistoryManager.enabled = False  # all ranks would share one file in the home directory

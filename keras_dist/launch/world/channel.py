@@ -14,8 +14,6 @@ import socket
 import threading
 from typing import Any
 
-__all__ = ["HANDSHAKE_SECONDS", "Channel"]
-
 HANDSHAKE_SECONDS = 10.0
 MAX_NBYTES = 16384  # of a line
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 60, 15, 4  # a silent host is lost after two minutes
@@ -59,12 +57,7 @@ class Channel:
         return hello["me"]
 
     def introduce(self, token: str, me: dict[str, Any]) -> bool:
-        """Proves the token to a server, and returns whether the server has proved it as well.
-
-        Args:
-            token: token of the world.
-            me: what the server is told about this rank.
-        """
+        """Proves the token to a server, and returns whether the server has proved it as well."""
         self._connection.settimeout(HANDSHAKE_SECONDS)
         theirs, mine = (self.receive() or {}).get("challenge"), secrets.token_hex(32)
         self.send(challenge=mine, me=me, proof=_proof(token, "client", theirs, mine, me).decode())
@@ -77,11 +70,7 @@ class Channel:
         self.send_line(json.dumps(message))
 
     def receive(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """Returns the next message; `None` at the end of the connection.
-
-        Raises:
-            TimeoutError: nothing came within `timeout` seconds.
-        """
+        """Returns the next message; `None` at the end of the connection."""
         if timeout is not None:
             self._connection.settimeout(timeout)
         line = self.receive_line()

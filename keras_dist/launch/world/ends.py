@@ -2,8 +2,6 @@
 
 import enum
 
-__all__ = ["End", "Ends"]
-
 
 class End(enum.IntEnum):
     """How a rank has ended. Larger ones are more probably consequences."""
@@ -30,11 +28,6 @@ class Ends:
         """Adds what was heard of a rank.
 
         The words of a rank replace its abort, and that replaces its death.
-
-        Args:
-            rank: the rank that has ended.
-            end: how it has ended.
-            reason: the rest of a sentence about the rank.
         """
         earlier = self._ends[rank][0] if rank in self._ends else End.DIED
         if earlier is End.DIED or (earlier is End.ABORTED and end in WORDS):

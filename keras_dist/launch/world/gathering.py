@@ -13,8 +13,6 @@ from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
 from keras_dist.launch.interactive.outcome import values
 from keras_dist.launch.world.server import SETTLE_SECONDS, WorldServer
 
-__all__ = ["END_SECONDS", "Outcome", "gather", "lost", "wait_for_cause"]
-
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0  # for the ranks of a failed job to end
 
@@ -51,12 +49,7 @@ def gather(poll: Callable[[float], list[Outcome]], server: WorldServer) -> list[
 
 
 def lost(error: BaseException | None, server: WorldServer) -> Failure:
-    """Returns the outcome of a rank whose worker has died, or has not answered.
-
-    Args:
-        error: what the system of the worker says; `None` if nothing.
-        server: the server of the world.
-    """
+    """Returns the outcome of a rank whose worker has died, or has not answered."""
     text = f"{error or server.failure or 'The worker of this rank has not answered.'}"
     return Failure(text, text, b"", is_consequence=True)
 

@@ -16,8 +16,6 @@ from keras_dist.launch.interactive.rank import is_consequence
 from keras_dist.launch.world.channel import Channel
 from keras_dist.runtime import launch_environment
 
-__all__ = ["Member", "join_world"]
-
 CONNECT_SECONDS = 10.0
 MAX_REASON = 1000  # characters
 GRACE_SECONDS = 2.0  # for the last words of a rank whose job ends
@@ -81,11 +79,7 @@ def join_world(address: str, rank: int, size: int, token: str, timeout: float = 
 
 
 class Member:
-    """The membership of this process in a world.
-
-    Args:
-        channel: connection to the server.
-    """
+    """The membership of this process in a world."""
 
     def __init__(self, channel: Channel):
         self._channel, self._pid = channel, os.getpid()
@@ -95,20 +89,11 @@ class Member:
         threading.Thread(target=self._follow, name="keras_dist world", daemon=True).start()
 
     def fail(self, reason: str) -> None:
-        """Ends the job: the other ranks print the reason and exit.
-
-        Args:
-            reason: one line.
-        """
+        """Ends the job: the other ranks print the reason and exit."""
         self._end(event="failed", reason=reason[:MAX_REASON])
 
     def fail_with(self, error: BaseException) -> None:
-        """Ends the job as `fail` does, because of an exception.
-
-        Args:
-            error: the exception. A `RankLostError` is taken for a consequence of the end of
-                another rank, which is named instead.
-        """
+        """Ends the job as `fail` does, because of an exception."""
         self._end(
             event="failed",
             reason=f"{type(error).__name__}: {error}"[:MAX_REASON],
@@ -143,12 +128,10 @@ def _check_process(where: str) -> None:
     if runtime.is_initialized() or (announced is not None and announced.size > 1):
         found = "a rank" if announced is None else f"a rank, according to {announced.variable}"
         raise errors.LaunchError(
-            errors.explain(
-                where,
-                "a process that is not a rank yet, before keras_dist.init",
-                found,
-                "Call join_world first, once, in a process without an MPI launcher.",
-            )
+            where,
+            "a process that is not a rank yet, before keras_dist.init",
+            found,
+            "Call join_world first, once, in a process without an MPI launcher.",
         )
     mpi = _engine.library.load_mpi()
     if mpi is None or mpi.get_vendor()[0] != "MPICH" or mpi.Is_initialized():
@@ -158,13 +141,11 @@ def _check_process(where: str) -> None:
             found = _engine.library.version(mpi)
             found += ", already initialized" if mpi.Is_initialized() else ""
         raise errors.LaunchError(
-            errors.explain(
-                where,
-                "the library MPICH, not initialized yet",
-                found,
-                "Install it with: pip install 'keras_dist[mpich]', and call join_world before "
-                "mpi4py.MPI is used.",
-            )
+            where,
+            "the library MPICH, not initialized yet",
+            found,
+            "Install it with: pip install 'keras_dist[mpich]', and call join_world before "
+            "mpi4py.MPI is used.",
         )
 
 
@@ -172,7 +153,7 @@ def _check_address(address: str, where: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise errors.ArgumentError(
-            errors.explain(where, "address as host:port", repr(address), "Pass server.address.")
+            where, "address as host:port", repr(address), "Pass server.address."
         )
 
 
@@ -184,23 +165,18 @@ def _connect(address: str, token: str, me: dict[str, Any], where: str) -> Channe
         knows = channel.introduce(token, me)
     except OSError as error:
         raise errors.LaunchError(
-            errors.explain(
-                where,
-                f"a WorldServer at {address}",
-                str(error.strerror or error),
-                "Check that the driver runs, and that its host= is an address that this host "
-                "reaches.",
-            )
+            where,
+            f"a WorldServer at {address}",
+            str(error.strerror or error),
+            "Check that the driver runs, and that its host= is an address that this host reaches.",
         ) from error
     if not knows:
         channel.close()
         raise errors.LaunchError(
-            errors.explain(
-                where,
-                f"a WorldServer with this token at {address}",
-                "no proof of the token",
-                "Pass server.token of the same server.",
-            )
+            where,
+            f"a WorldServer with this token at {address}",
+            "no proof of the token",
+            "Pass server.token of the same server.",
         )
     return channel
 
@@ -210,12 +186,10 @@ def _receive(channel: Channel, timeout: float, where: str) -> dict[str, Any] | N
         return channel.receive(timeout)
     except TimeoutError:
         raise errors.LaunchError(
-            errors.explain(
-                where,
-                f"all ranks to join within {timeout:g} s",
-                "fewer",
-                "Look at the log of the driver, or pass a longer timeout.",
-            )
+            where,
+            f"all ranks to join within {timeout:g} s",
+            "fewer",
+            "Look at the log of the driver, or pass a longer timeout.",
         ) from None
 
 

@@ -7,8 +7,6 @@ line as its answer. Knows no sockets.
 import secrets
 import threading
 
-__all__ = ["ProcessManager", "fields"]
-
 MAX_NAME, MAX_KEY, MAX_VALUE = 256, 64, 1024  # announced to the ranks
 MAX_KEYS = 64  # for each rank
 
@@ -21,11 +19,7 @@ def fields(line: str) -> dict[str, str]:
 
 
 class ProcessManager:
-    """Answers the commands of the ranks of one world.
-
-    Args:
-        size: number of ranks.
-    """
+    """Answers the commands of the ranks of one world."""
 
     def __init__(self, size: int):
         self._size = size
@@ -52,9 +46,6 @@ class ProcessManager:
 
     def answer(self, command: dict[str, str]) -> str | None:
         """Returns the answer to a command, without a newline; blocks in a barrier.
-
-        Args:
-            command: see `fields`.
 
         Returns:
             `None` if the rank shall get no answer, because the command is unknown or the world

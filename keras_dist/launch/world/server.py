@@ -16,8 +16,6 @@ from keras_dist.launch.world.channel import Channel
 from keras_dist.launch.world.ends import End, Ends
 from keras_dist.launch.world.pmi import ProcessManager, fields
 
-__all__ = ["SETTLE_SECONDS", "WorldServer"]
-
 SPARE_CONNECTIONS = 16  # of strangers, beside two for each rank
 SHOWN_RANKS = 8
 RETRY_SECONDS = 0.1
@@ -28,13 +26,7 @@ _log = logging.getLogger("keras_dist")
 
 @dataclasses.dataclass
 class _Member:
-    """A rank that has joined.
-
-    Args:
-        channel: the connection by which it hears about the world.
-        host: the name of its host, and what tells its node from others.
-        left: whether it has left in order.
-    """
+    """A rank that has joined."""
 
     channel: Channel
     host: str
@@ -87,11 +79,11 @@ class WorldServer:
     ):
         if not isinstance(size, int) or size < 1:
             raise errors.ArgumentError(
-                errors.explain(WHERE, "size to be 1 rank or more", repr(size), "Pass size=2.")
+                WHERE, "size to be 1 rank or more", repr(size), "Pass size=2."
             )
         if token == "":
             raise errors.ArgumentError(
-                errors.explain(WHERE, "a token", "an empty one", "Leave it out for a random one.")
+                WHERE, "a token", "an empty one", "Leave it out for a random one."
             )
         self.size = size
         self.token = secrets.token_urlsafe(32) if token is None else token
@@ -110,12 +102,10 @@ class WorldServer:
             self._socket = socket.create_server((host, port), backlog=128)
         except OSError as error:
             raise errors.ArgumentError(
-                errors.explain(
-                    WHERE,
-                    "host and port that this process can listen at",
-                    f"{host}:{port} ({error.strerror})",
-                    "Pass the address of an interface of this host, and a free port or 0.",
-                )
+                WHERE,
+                "host and port that this process can listen at",
+                f"{host}:{port} ({error.strerror})",
+                "Pass the address of an interface of this host, and a free port or 0.",
             ) from error
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         for target in (self._accept, lambda: self._expire(timeout)):

@@ -18,8 +18,6 @@ from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
 from keras_dist.launch.interactive.rank import as_failure, run_call
 from keras_dist.launch.world.member import join_world
 
-__all__ = ["main", "run_rank"]
-
 PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL")
 OF_SLURM = frozenset(
     f"SLURM_{name}"
@@ -33,16 +31,7 @@ OF_SLURM = frozenset(
 def run_rank(
     work: bytes, world: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Value | Failure:
-    """Runs a function on one rank, in a child process whose output is that of this process.
-
-    Args:
-        work: the pickled function with its arguments and keyword arguments.
-        world: arguments of `join_world`.
-        environment: environment variables for the rank, besides those of this process.
-
-    Returns:
-        The outcome of the rank.
-    """
+    """Runs a function on one rank, in a child process whose output is that of this process."""
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as name:
         exchange = Exchange(pathlib.Path(name))
         exchange.put_call(({}, list(sys.path), {}, work))

@@ -5,8 +5,6 @@ import os
 from keras_dist import errors, runtime
 from keras_dist.monitor.timeline.recording import begin_recording, end_recording
 
-__all__ = ["start_timeline", "stop_timeline"]
-
 
 def start_timeline(
     file_path: str | os.PathLike[str],
@@ -53,7 +51,7 @@ def start_timeline(
         begin_recording(comm, os.fspath(file_path), steps, mbytes)
         return
     remedy = "Leave it out to record all."
-    raise errors.ArgumentError(errors.explain(runtime.where(), expected, received, remedy))
+    raise errors.ArgumentError(runtime.where(), expected, received, remedy)
 
 
 def stop_timeline() -> None:

@@ -9,20 +9,9 @@ from keras_dist.monitor.timeline.tables import COLOURS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["save_png"]
-
 
 def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:
-    """Draws how each rank and each epoch spent its time.
-
-    Args:
-        summaries: names and summaries; one row of the figure each.
-        path: file to write.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        OSError: the file cannot be written.
-    """
+    """Draws how each rank and each epoch spent its time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.2 * len(summaries)), layout="constrained")

@@ -32,14 +32,7 @@ Arrivals = dict[Rendezvous, tuple[int, int]]  # arrival of the last rank, and th
 
 
 class RankEvents:
-    """The recording of one rank, and the offset of its clock to that of the root.
-
-    Args:
-        path: the recording.
-
-    Raises:
-        DataError: the recording is damaged.
-    """
+    """The recording of one rank, and the offset of its clock to that of the root."""
 
     def __init__(self, path: str):
         self._path = path
@@ -87,12 +80,7 @@ class RankEvents:
                         yield self._rendezvous(line[1], number), self._on_root(came)
 
     def events(self, start: int, last: Arrivals) -> Iterator[str]:
-        """Yields events as JSON.
-
-        Args:
-            start: start of the trace, by the clock of the root.
-            last: last rank of each rendezvous, and its arrival.
-        """
+        """Yields events as JSON."""
         yield from self._metadata()
 
         def bar(lane: int, name: str, low: int, high: int, args: Any = None) -> str:

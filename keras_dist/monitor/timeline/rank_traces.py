@@ -56,11 +56,7 @@ def head_of(part: str) -> dict[str, Any]:
 
 
 def lines_of(part: str) -> Iterator[Any]:
-    """Yields the lines of a recording: lists of integers, and dicts.
-
-    Raises:
-        DataError: a line other than the last is damaged.
-    """
+    """Yields the lines of a recording: lists of integers, and dicts."""
     with open(part, errors="replace") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
@@ -75,4 +71,4 @@ def damaged(path: str, received: str) -> errors.DataError:
     """Returns the error for a file that is not a timeline."""
     remedy = "Record it again, with KERAS_DIST_TIMELINE; parts of it may open in a viewer."
     expected = f"a timeline of keras_dist in {path}"
-    return errors.DataError(errors.explain("[keras-dist timeline]", expected, received, remedy))
+    return errors.DataError("[keras-dist timeline]", expected, received, remedy)

@@ -16,8 +16,6 @@ from keras_dist import _engine, config, errors
 from keras_dist.monitor.timeline.rank_traces import head_of, part_path, parts_of, path_of_restart
 from keras_dist.monitor.timeline.trace import begin_trace, complete
 
-__all__ = ["begin_recording", "end_recording"]
-
 CHUNK_NBYTES = 2**20
 MEGABYTE = 10**6
 
@@ -33,13 +31,7 @@ def begin_recording(
     """Starts a timeline, after ending a previous one. Collective: every rank; blocks.
 
     Args:
-        comm: all ranks.
-        path: path of the trace; a restarted job adds its number.
-        steps: first recorded step, and the step before which recording ends.
         mbytes: approximate size of the trace in MB.
-
-    Raises:
-        ArgumentError: a rank cannot write to the path; raised on every rank.
     """
     end_recording(comm)
     settings = config.settings()
@@ -84,9 +76,6 @@ def end_recording(comm: _engine.Communicator) -> None:
     """Ends the current timeline and writes it. Collective: every rank; blocks.
 
     A write error is a warning; the recordings stay.
-
-    Args:
-        comm: all ranks.
     """
     if not _engine.tracing.is_recording():
         return
@@ -114,11 +103,7 @@ def end_recording(comm: _engine.Communicator) -> None:
 
 
 def _merge(comm: _engine.Communicator, part: _engine.tracing.TraceWriter) -> bool:
-    """Sends the root the recordings that it cannot read, in chunks. Collective.
-
-    Returns:
-        Whether the root can read the recording of this rank.
-    """
+    """Sends the root the recordings that it cannot read, in chunks. Collective."""
     path, job, me = part.head["path"], part.head["job"], part.head["rank"]
     every = _engine.collectives.allgather_object(comm, (me, _size_of(part.path)))
     seen = [head_of(part_path(path, owner)).get("job") == job for owner, _ in every]
@@ -144,7 +129,7 @@ def _raise_on_all(comm: _engine.Communicator, path: str, trouble: OSError | None
         where = f"[rank {rank} of {comm.size}]"
         remedy = "Pass a file in a writable directory: KERAS_DIST_TIMELINE=..."
         expected = f"to write a timeline to {path}"
-        raise errors.ArgumentError(errors.explain(where, expected, text, remedy))
+        raise errors.ArgumentError(where, expected, text, remedy)
 
 
 def _report_size(path: str, ranks: list[dict[str, Any]]) -> None:

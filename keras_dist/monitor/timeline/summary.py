@@ -19,23 +19,13 @@ from keras_dist.monitor.timeline.rank_events import (
 from keras_dist.monitor.timeline.rank_traces import damaged, parts_of
 from keras_dist.monitor.timeline.trace import KEY, complete
 
-__all__ = ["KINDS", "Operation", "Shares", "Summary", "load_trace", "summarise"]
-
 THE_END = "the end of the script"  # waiting at the end has no cost
 KINDS = ("compute", "wait", "transfer", "queued", "other")
 
 
 @dataclasses.dataclass
 class Shares:
-    """How a rank spent a period, in seconds.
-
-    Args:
-        total: the whole period.
-        compute: in steps, outside of operations.
-        wait: waiting for other ranks.
-        transfer: in operations after the rendezvous: copying, reducing, sending.
-        queued: waiting for queued operations and for those of a GPU.
-    """
+    """How a rank spent a period, in seconds."""
 
     total: float = 0.0
     compute: float = 0.0
@@ -81,12 +71,7 @@ class Summary:
     """The summary of a trace.
 
     Args:
-        ranks: shares of time by rank.
-        epochs: number, from 1, and mean shares over the ranks, in the order of training.
-        operations: operations, those with the longest total time first.
-        last: number of rendezvous to which a rank came last, by rank.
         waited_for: total seconds that other ranks waited for a rank, by rank.
-        about: descriptions of the ranks, see `RankEvents.metadata`.
     """
 
     ranks: dict[int, Shares]
@@ -103,11 +88,7 @@ class Summary:
 
 
 def load_trace(path: str) -> dict[str, Any]:
-    """Reads a trace; for a killed job, merges the recordings of the ranks first.
-
-    Raises:
-        DataError: the file cannot be read, or is not a timeline of keras_dist.
-    """
+    """Reads a trace; for a killed job, merges the recordings of the ranks first."""
     try:
         trace = _read(path)
         metadata = trace["otherData"][KEY]

@@ -9,8 +9,6 @@ from rich.text import Text
 
 from keras_dist.monitor.timeline.summary import KINDS, Operation, Shares, Summary
 
-__all__ = ["COLOURS", "print_report", "save_html"]
-
 COLOURS = {
     "compute": "green",
     "wait": "red",
@@ -30,26 +28,14 @@ PHASES = {
 
 
 def print_report(summaries: Iterable[tuple[str, Summary]]) -> None:
-    """Prints summaries.
-
-    Args:
-        summaries: names and summaries.
-    """
+    """Prints summaries."""
     console = Console()
     for name, summary in summaries:
         console.print(_report(name, summary))
 
 
 def save_html(summaries: Iterable[tuple[str, Summary]], path: str) -> None:
-    """Writes the same tables as a web page without external resources.
-
-    Args:
-        summaries: names and summaries.
-        path: file to write.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes the same tables as a web page without external resources."""
     with open("/dev/null", "w") as nowhere:
         console = Console(record=True, width=140, file=nowhere)
         for name, summary in summaries:

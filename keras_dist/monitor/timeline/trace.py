@@ -17,8 +17,6 @@ from keras_dist.monitor.timeline.rank_events import Arrivals, RankEvents
 from keras_dist.monitor.timeline.rank_traces import parts_of
 from keras_dist.storage import atomic_write
 
-__all__ = ["KEY", "begin_trace", "complete"]
-
 KEY = "keras_dist"  # key in `otherData`
 
 
@@ -33,19 +31,6 @@ def complete(path: str, job: str, by_reader: bool = False) -> list[dict[str, Any
     """Writes the trace of a job from its recordings, which stay, because the job may be running.
 
     The file at `path` is replaced atomically.
-
-    Args:
-        path: path of the trace.
-        job: id of the job in its recordings.
-        by_reader: whether the job may write its trace at the same time, which then stays. Defaults
-            to `False`.
-
-    Returns:
-        Descriptions of the ranks, see `RankEvents.metadata`.
-
-    Raises:
-        DataError: a recording is damaged.
-        OSError: the trace cannot be written.
     """
     ranks = [RankEvents(part) for part in parts_of(path, job)]
     start = min((rank.first for rank in ranks), default=0)
