@@ -101,7 +101,7 @@ def prepare(MPI, comm, count):
     place, out, twin = mine.copy(), np.zeros_like(mine), np.zeros_like(mine)
     specs = [((count,), mine.dtype)]
     options = _engine.OpOptions(_engine.ReduceOp.SUM)
-    plan = _engine.PlanOptions(mine.nbytes, lend=True)
+    plan = _engine.BucketOptions(mine.nbytes, lend=True)
     fused = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
 
     def copy():

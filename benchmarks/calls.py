@@ -137,7 +137,7 @@ def prepare(MPI, comm, form, count):
     place, out = mine.copy(), np.zeros_like(mine)
     value, target = form.value(mine), form.value(mine)
     options = _engine.OpOptions(_engine.ReduceOp.SUM)
-    plan = _engine.PlanOptions(mine.nbytes, lend=True)
+    plan = _engine.BucketOptions(mine.nbytes, lend=True)
     fused = _engine.FusedAllreduce(comm, ["a"], [((count,), mine.dtype)], options, plan)
     last = [None]  # as a script that assigns each result to the same name
 

@@ -53,7 +53,7 @@ def time_graph(rounds):
         [str(number) for number in range(len(arrays))],
         [(array.shape, array.dtype) for array in arrays],
         _engine.OpOptions(),
-        _engine.PlanOptions(bucket_size.bucket_nbytes(runtime.communicator()), lend=True),
+        _engine.BucketOptions(bucket_size.bucket_nbytes(runtime.communicator()), lend=True),
     )
     fused = _engine.FusedAllreduce(*plan)
     fused(arrays)

@@ -22,7 +22,7 @@ from keras_dist.runtime import exit_hooks, launch_environment
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
-monitor.follow()
+monitor.subscribe()
 # Under a launcher, threads and exit hooks must be set up before keras_dist is used.
 launch_environment.limit_threads()
 if launch_environment.starts_ranks():

@@ -359,7 +359,7 @@ class Execution:
             options = _engine.OpOptions(
                 _engine.parse_op(call.op), None, *call.factors, compression=compression
             )
-            plan = _engine.PlanOptions(self.program.bucket_nbytes, lend=True)
+            plan = _engine.BucketOptions(self.program.bucket_nbytes, lend=True)
             names = [str(number) for number in range(len(specs))]
             self.plans[index] = _engine.FusedAllreduce(self.comm, names, specs, options, plan)
         return self.plans[index]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from keras_dist._backends.torch_tensors import dtype_of, to_numpy, to_torch, write_all
-from keras_dist._gpu import DeviceArray, Joiner, counts_host_memory, load_runtime, uniform
+from keras_dist._gpu import Concatenation, DeviceArray, counts_host_memory, load_runtime, uniform
 
 
 def gpu_number() -> int | None:
@@ -104,7 +104,7 @@ def _place(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tenso
     return flat.narrow(0, offset, math.prod(shape)).view(shape)
 
 
-_JOINER = Joiner(_join, _part)
+_JOINER = Concatenation(_join, _part)
 
 
 def _stream_of(tensor: torch.Tensor) -> Any:

@@ -19,7 +19,7 @@ from keras_dist._engine.inquiry import Inquiries
 from keras_dist._engine.mpi import library
 from keras_dist._engine.mpi.mailbox import Mailbox
 from keras_dist._engine.nccl.path import GpuPath, RankGpu, path_of, set_gpus
-from keras_dist._engine.options import OpOptions, PlanOptions
+from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.ordering.pending import set_completion
 from keras_dist._engine.ordering.ticket import Handle
 from keras_dist._engine.recovery.admission import admit, check_admits
@@ -30,6 +30,7 @@ from keras_dist._engine.signature import CollectiveSignature, JoinedRanks, entri
 from keras_dist._engine.tuning import best_bucket_nbytes
 
 __all__ = [
+    "BucketOptions",
     "CollectiveSignature",
     "Communicator",
     "Compression",
@@ -45,7 +46,6 @@ __all__ = [
     "JoinedRanks",
     "Mailbox",
     "OpOptions",
-    "PlanOptions",
     "RankGpu",
     "ReduceOp",
     "Retry",

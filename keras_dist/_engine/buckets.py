@@ -82,7 +82,7 @@ class Bucket:
         return [None if len(slot.shape) == 1 else slot.shape for slot in self.slots]
 
 
-class Piece:
+class BucketRange:
     """A range of a fused buffer, as parts of its arrays."""
 
     def __init__(self, bucket: Bucket, low: int, high: int):

@@ -19,13 +19,13 @@ from keras_dist._engine.mpi.digests import DigestExchange
 from keras_dist._engine.mpi.hello import decline
 from keras_dist._engine.mpi.links import Links, common, measure_links
 from keras_dist._engine.mpi.memory_fence import MemoryFence, orders_stores
-from keras_dist._engine.mpi.topology import Topology, first_error, share
+from keras_dist._engine.mpi.topology import Topology, allgather, first_error
 from keras_dist._engine.mpi.transfer import allgather_parts
 from keras_dist._engine.ordering.order import CollectiveOrder
 from keras_dist._engine.result_memory import ResultPool
 from keras_dist._engine.services import Services
 from keras_dist._engine.shm.idle_memory import IdleMemory
-from keras_dist._engine.shm.node import Node, join_node
+from keras_dist._engine.shm.node import Node, attach_node
 from keras_dist._engine.shm.region import RegionPool
 from keras_dist._engine.shm.row_memory import RowMemory
 from keras_dist._engine.shm.segments import TooManyFiles
@@ -52,7 +52,7 @@ class Communicator:
         services: what runs beside the collectives.
         faults: ranks that died, joined or differed.
         plans: plans of recent single calls, the oldest first.
-        calls: short paths of recent single calls, by their arguments.
+        fast_calls: short paths of recent single calls, by their arguments.
         regions: the shared memory of single calls.
         results: memory of their results that is used again.
         idle_memory: shared memory of gradients that are no longer reduced.
@@ -146,10 +146,10 @@ class Communicator:
         if topology.is_one_node:
             return links
         # The ranks of a node measure apart, but choose alike.
-        return common(share(topology.local, links)[: topology.slices])
+        return common(allgather(topology.local, links)[: topology.slices])
 
     def disconnect(self) -> None:
-        """Drops what these ranks share, as one of them has died; `connect` follows.
+        """Drops what these ranks allgather, as one of them has died; `connect` follows.
 
         MPI's communicators are not freed: that would need the rank that has died.
         """
@@ -191,7 +191,7 @@ class Communicator:
     def _forget_calls(self) -> None:
         """Drops plans and memory of single calls."""
         self.plans: dict[Any, Any] = {}
-        self.calls: dict[Any, Any] = {}
+        self.fast_calls: dict[Any, Any] = {}
         self.regions, self.results = RegionPool(), ResultPool()
 
     def watch(self, period: int, limit: int) -> None:
@@ -261,8 +261,8 @@ class Communicator:
         return np.split(everything, np.cumsum(counts)[:-1])
 
     def _join_node(self) -> None:
-        share_on_node = functools.partial(share, self.topology.local)
-        self._neighbours = [self.ranks[index] for index in share_on_node(self.rank)]
+        allgather_on_node = functools.partial(allgather, self.topology.local)
+        self._neighbours = [self.ranks[index] for index in allgather_on_node(self.rank)]
 
         def error(indices: list[int]) -> errors.RankLostError:
             return lost(self.where(), self.ranks_of_node(indices))
@@ -270,7 +270,7 @@ class Communicator:
         rank, size = self.topology.local_rank, self.topology.local_size
         if self._fence is None and not orders_stores():
             self._fence = MemoryFence(self.mpi)
-        node, reason = join_node(rank, size, share_on_node, error, self._decline, self._fence)
+        node, reason = attach_node(rank, size, allgather_on_node, error, self._decline, self._fence)
         reason = first_error(self.world, reason)
         if reason is not None or node is None:
             self.warn_no_shared_memory(reason)

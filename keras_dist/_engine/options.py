@@ -36,7 +36,7 @@ class OpOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanOptions:
+class BucketOptions:
     """How a `FusedAllreduce` runs.
 
     Args:

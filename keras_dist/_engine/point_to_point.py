@@ -38,27 +38,13 @@ IN_TURN = (
 def send(
     comm: "Communicator", array: np.ndarray, peer: int, name: str, key: str | None = None
 ) -> None:
-    """Sends an array to another rank, which calls `recv`; blocks until it does.
-
-    Args:
-        comm: the ranks of the job.
-        array: the array.
-        peer: the rank that receives it.
-        name: name of the array in messages.
-        key: the user's name for the operation; `None` for none.
-
-    Raises:
-        ArgumentError: there is no such rank.
-        ArgumentTypeError: the array holds Python objects.
-        MismatchError: the other rank calls another operation; raised on both.
-        RankLostError: a rank has died.
-    """
+    """Sends an array to another rank, which calls `recv`; blocks until it does."""
     if array.dtype.hasobject:
         expected, remedy = f"{name!r} to have a dtype of numbers", "Pass an array of numbers."
         raise errors.ArgumentTypeError(comm.where(), expected, str(array.dtype), remedy)
     call = CollectiveSignature(SEND, (Entry(name, array.shape, str(array.dtype)),), key=key)
     with _paired(comm, peer, "destination", call):
-        _meet(comm, peer, Hello(comm.rank, call, array.dtype))
+        _rendezvous(comm, peer, Hello(comm.rank, call, array.dtype))
         send_bytes(comm.world, as_bytes(array), peer, DATA)
 
 
@@ -72,24 +58,12 @@ def recv(
     """Receives an array from another rank, which calls `send`; blocks until it does.
 
     Args:
-        comm: the ranks of the job.
-        peer: the rank that sends it.
-        name: name of the array in messages.
-        key: the user's name for the operation; `None` for none.
         spec: its shape and dtype; `None` for any.
-
-    Returns:
-        A new array.
-
-    Raises:
-        ArgumentError: there is no such rank.
-        MismatchError: the other rank calls another operation; raised on both.
-        RankLostError: a rank has died.
     """
     entries = () if spec is None else (Entry(name, spec[0], str(spec[1])),)
     call = CollectiveSignature(RECV, entries, key=key)
     with _paired(comm, peer, "source", call):
-        sent = _meet(comm, peer, Hello(comm.rank, call))
+        sent = _rendezvous(comm, peer, Hello(comm.rank, call))
         array = np.empty(sent.call.entries[0].shape, sent.dtype)
         receive_bytes(comm.world, array.reshape(-1).view(np.uint8), peer, DATA)
     return array
@@ -102,7 +76,7 @@ def cancel(comm: "Communicator", peer: int, why: str) -> None:
     """
     call = CollectiveSignature("a call that has failed")
     with _paired(comm, peer, "peer", call):
-        _meet(comm, peer, Hello(comm.rank, call, goes=False, why=why))
+        _rendezvous(comm, peer, Hello(comm.rank, call, goes=False, why=why))
 
 
 @contextlib.contextmanager
@@ -125,10 +99,10 @@ def _paired(
             raise
 
 
-def _meet(comm: "Communicator", peer: int, mine: Hello) -> Hello:
+def _rendezvous(comm: "Communicator", peer: int, mine: Hello) -> Hello:
     """Waits for the other rank; returns the greeting of the one that sends."""
     request = comm.world.isend(mine, peer, HELLO)
-    with spans.meeting(mine.call), waiting:
+    with spans.rendezvous(mine.call), waiting:
         start = checked = time.perf_counter()
         while (message := comm.world.improbe(peer, HELLO)) is None:
             now = time.perf_counter()

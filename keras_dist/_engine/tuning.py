@@ -20,7 +20,7 @@ from keras_dist._engine.collectives.objects import allgather_object, broadcast_o
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.library import version
-from keras_dist._engine.options import OpOptions, PlanOptions
+from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature
 
@@ -47,7 +47,7 @@ def best_bucket_nbytes(
     """
     ranks = f"{comm.size} ranks, {comm.topology.cross_size} nodes"
     machine = f"{platform.node()}, {os.cpu_count()} cores, {ranks}, {_transport(comm)}"
-    retry(comm, functools.partial(_meet, comm, call))
+    retry(comm, functools.partial(_rendezvous, comm, call))
     root = comm.ranks[0]
     known = broadcast_object(comm, _read_cache().get(machine) if comm.rank == 0 else None, root)
     if known is not None:
@@ -67,7 +67,7 @@ def best_bucket_nbytes(
     return chosen, f"measured on steps with {count} MiB of gradients ({times})"
 
 
-def _meet(comm: Communicator, call: CollectiveSignature) -> None:
+def _rendezvous(comm: Communicator, call: CollectiveSignature) -> None:
     with comm.lock:
         rendezvous(comm, call)
 
@@ -83,7 +83,7 @@ def _measure(comm: Communicator, bucket_nbytes: int, count: int) -> float:
     weights = np.ones(PROBE_NBYTES // 4, np.float32)
     specs = [(array.shape, array.dtype) for array in arrays]
     names = [f"probe[{number}]" for number in range(count)]
-    plan = PlanOptions(bucket_nbytes, operation="bucket size measurement", lend=True)
+    plan = BucketOptions(bucket_nbytes, operation="bucket size measurement", lend=True)
     fused = FusedAllreduce(comm, names, specs, OpOptions(), plan)
 
     def step() -> None:

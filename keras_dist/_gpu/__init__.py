@@ -4,7 +4,7 @@ Knows neither MPI nor a framework. ROCm's runtime and RCCL have the same functio
 `hip`. Other packages use the names below and nothing else.
 """
 
-from keras_dist._gpu.arrays import Completion, DeviceArray, Joiner, uniform
+from keras_dist._gpu.arrays import Completion, Concatenation, DeviceArray, uniform
 from keras_dist._gpu.facts import GpuFacts, facts_of, selected_bus_id
 from keras_dist._gpu.libraries import counts_host_memory, find, missing
 from keras_dist._gpu.nccl import (
@@ -22,11 +22,11 @@ from keras_dist._gpu.staging import Half, Staging, staging_of
 __all__ = [
     "REDUCTIONS",
     "Completion",
+    "Concatenation",
     "DeviceArray",
     "Event",
     "GpuFacts",
     "Half",
-    "Joiner",
     "Nccl",
     "NcclError",
     "Runtime",

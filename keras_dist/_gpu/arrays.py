@@ -24,7 +24,7 @@ class Completion(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Joiner:
+class Concatenation:
     """How a framework joins arrays: by one operation, where the engine would copy each array.
 
     Args:
@@ -56,7 +56,7 @@ class DeviceArray:
         owner: Any,
         allocate: Allocate,
         stream: Callable[[], int] | None = None,
-        joiner: Joiner | None = None,
+        joiner: Concatenation | None = None,
     ):
         self.address, self.shape, self.dtype = address, shape, dtype
         self.owner, self._allocate = owner, allocate

@@ -36,7 +36,7 @@ class Cut:
     seed: int | None
     is_global: bool = False
 
-    def share(self, plan: Plan, epoch: int) -> BlockShard:
+    def portion(self, plan: Plan, epoch: int) -> BlockShard:
         """Returns the shard of a rank in an epoch."""
         key = None if self.seed is None else (self.seed, epoch)
         blocks = ordered_blocks(self.total, self.block, self.align, key)
@@ -68,7 +68,7 @@ class BlockBatches:
         self._collective = reader if isinstance(reader, CollectiveReader) else None
         self._columns: list[Column] = [column for _, column in leaves(data, "")]
         self._pid = os.getpid()
-        self._shares: dict[int, BlockShard] = {}  # by epoch; the latest, or the rest of one
+        self._portions: dict[int, BlockShard] = {}  # by epoch; the latest, or the rest of one
         # By epoch, first step of the shard, and number of the window.
         self._windows: dict[tuple[int, int, int], concurrent.futures.Future] = {}
         if hasattr(reader, "close"):
@@ -83,7 +83,7 @@ class BlockBatches:
         """Returns arrays with the rows of a step, in the structure of the data."""
         with self.lock:
             self.position = max(self.position, (epoch, step + 1))
-            share = self._share(epoch).at(step)
+            share = self._portion(epoch).at(step)
             parts = [
                 self._rows(epoch, share, window, rows) for window, rows in share.positions(step)
             ]
@@ -110,12 +110,12 @@ class BlockBatches:
             shares = {}
             if position is not None and position[1] < self.plan.steps:
                 epoch, step = position
-                everyone = [self._share_of(rank, epoch) for rank in range(self.plan.size)]
+                everyone = [self._portion_of(rank, epoch) for rank in range(self.plan.size)]
                 pieces = unread_pieces(everyone, step, behind)
                 rest = remaining_shard(everyone[0], pieces, rank, size, step)
-                shares[epoch] = dataclasses.replace(rest, previous=self._share(epoch))
+                shares[epoch] = dataclasses.replace(rest, previous=self._portion(epoch))
             self.plan = self._plan_among(rank, size)
-            self._shares = shares
+            self._portions = shares
             self._windows.clear()
 
     def suffices(self, size: int, position: tuple[int, int] | None) -> bool:
@@ -125,23 +125,23 @@ class BlockBatches:
         if position is not None and position[1] < steps:
             epoch, step = position
             with self.lock:
-                everyone = [self._share_of(rank, epoch) for rank in range(self.plan.size)]
+                everyone = [self._portion_of(rank, epoch) for rank in range(self.plan.size)]
                 left = len(rows_of(unread_pieces(everyone, step)))
             enough = enough and left >= size * (steps - step)
         return enough
 
-    def _share_of(self, rank: int, epoch: int) -> BlockShard:
+    def _portion_of(self, rank: int, epoch: int) -> BlockShard:
         """Returns the shard of one of the previous ranks, perhaps dead."""
-        share = self._share(epoch)
+        share = self._portion(epoch)
         if share.previous is None:
             plan = self._plan_among(rank, self.plan.size) if self._plan_among else self.plan
             return dataclasses.replace(share, plan=plan)
         return remaining_shard(share, share.sequence, rank, self.plan.size, share.first_step)
 
-    def _share(self, epoch: int) -> BlockShard:
-        if epoch not in self._shares:
-            self._shares = {epoch: self._cut.share(self.plan, epoch)}
-        return self._shares[epoch]
+    def _portion(self, epoch: int) -> BlockShard:
+        if epoch not in self._portions:
+            self._portions = {epoch: self._cut.portion(self.plan, epoch)}
+        return self._portions[epoch]
 
     def _rows(
         self, epoch: int, share: BlockShard, window: int, positions: np.ndarray

@@ -42,7 +42,7 @@ class ShardBatches:
     ):
         self.example, self.plan, self.epochs = reader.example, plan, epochs
         self.lock = threading.RLock()
-        self._reader, self._share, self._key, self._mixed = reader, share, key, mixed
+        self._reader, self._portion, self._key, self._mixed = reader, share, key, mixed
         self._begins = [0, *itertools.accumulate(plan.sizes)]
         self._cached = (0, self._order_of(0))
 
@@ -65,6 +65,6 @@ class ShardBatches:
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         key = None if self._key is None else [*self._key, epoch]
-        pieces, rows = self._share.order(key, self._mixed)
+        pieces, rows = self._portion.order(key, self._mixed)
         # With "pad" a rank repeats its first rows.
         return np.resize(pieces, self.plan.count), np.resize(rows, self.plan.count)

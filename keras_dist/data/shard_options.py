@@ -71,9 +71,9 @@ class ShardOptions:
                 "See shard() for what each does if samples do not divide evenly.",
             )
         if self.global_batch_size is not None:
-            self._set("batch_size", self._share_of_batch(self.global_batch_size))
+            self._set("batch_size", self._portion_of_batch(self.global_batch_size))
 
-    def _share_of_batch(self, global_batch_size: int) -> int:
+    def _portion_of_batch(self, global_batch_size: int) -> int:
         share, left_over = divmod(global_batch_size, self.size)
         if self.batch_size not in (None, share):  # of replaced options it is the share
             expected, remedy = "batch_size or global_batch_size", "Pass one of the two."

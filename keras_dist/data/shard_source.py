@@ -73,7 +73,7 @@ class ShardSource(FileIndex):
         lengths = [length for _, length in locations]
         if not self.own:
             options.need_samples(sum(lengths))
-        share, plan = self._share(lengths, by_rank)
+        share, plan = self._portion(lengths, by_rank)
         options.need_steps(plan.steps)
         plan = plan.limited(options.steps or plan.steps)
         first = next(found for files in by_rank for found in files.values())
@@ -83,7 +83,7 @@ class ShardSource(FileIndex):
         )
         return ShardBatches(reader, share, plan, key, self._files.mixed, self.epochs)
 
-    def _share(
+    def _portion(
         self, lengths: Sequence[int], by_rank: Sequence[dict[int, Found]]
     ) -> tuple[RankShard | GlobalShard, Spread]:
         """Returns the rows of this rank and the sizes of its batches."""

@@ -24,7 +24,7 @@ class StreamBatches:
         """Yields the batches of an epoch."""
         made = 0
         for elements_of_step in itertools.islice(self._rounds(elements), self.steps):
-            yield self._share(elements_of_step)
+            yield self._portion(elements_of_step)
             made += 1
         if made < self.steps:
             raise errors.DataError(
@@ -61,7 +61,7 @@ class StreamBatches:
             previous = previous[: len(previous) // size * size]
         yield previous
 
-    def _share(self, elements: Round) -> Any:
+    def _portion(self, elements: Round) -> Any:
         """Returns the batch of this rank from the elements of a step of all ranks."""
         rank, size = self.options.rank, self.options.size
         mine = elements[rank::size]
@@ -70,11 +70,11 @@ class StreamBatches:
         if self._batch_size is not None:
             return stacked(mine)
         if len(elements) > size:
-            return _share_of_rows(elements, rank, size)
+            return _portion_of_rows(elements, rank, size)
         return mapped(as_array, mine[0])
 
 
-def _share_of_rows(batches: Round, rank: int, size: int) -> Any:
+def _portion_of_rows(batches: Round, rank: int, size: int) -> Any:
     """Returns an even share of the rows of several batches."""
     pooled = concatenated([mapped(as_array, batch) for batch in batches])
     count = len(next(leaves(pooled))[1])

@@ -68,12 +68,12 @@ def in_round_robin(
                 1
             )
         whole = batches.skip(options.rank).take(_select(is_last, 0, 1))
-        return whole.concatenate(_share_of_rows(batches, is_last, options))
+        return whole.concatenate(_portion_of_rows(batches, is_last, options))
 
     return windows.enumerate().flat_map(select)
 
 
-def _share_of_rows(
+def _portion_of_rows(
     batches: tf.data.Dataset, wanted: tf.Tensor, options: ShardOptions
 ) -> tf.data.Dataset:
     """Returns a batch of an even share of the rows for this rank; none unless `wanted`."""

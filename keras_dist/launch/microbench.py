@@ -117,7 +117,7 @@ def _reduction(mpi: Any, comm: _engine.Communicator, nbytes: int) -> float:
     mine = pattern + comm.rank
     specs = [(mine.shape, mine.dtype)]
     options = _engine.OpOptions(_engine.ReduceOp.SUM)
-    plan = _engine.PlanOptions(mine.nbytes, lend=True)
+    plan = _engine.BucketOptions(mine.nbytes, lend=True)
     reduce = _engine.FusedAllreduce(comm, ["gradients"], specs, options, plan)
     expected = pattern * comm.size + sum(range(comm.size))
     for _ in range(3):

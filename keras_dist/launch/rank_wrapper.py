@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     rank = launch_environment.announced_rank()
-    _share_cores(options.bind)
+    _split_cores(options.bind)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # unbuffered output
     if rank is not None:
         try:
@@ -58,7 +58,7 @@ def _give_up(what: str, error: OSError, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _share_cores(bind: bool) -> None:
+def _split_cores(bind: bool) -> None:
     """Sets the number of OpenMP threads to the cores of this rank."""
     size = launch_environment.announced_local_size()
     rank = launch_environment.announced_local_rank()

@@ -16,12 +16,12 @@ from keras_dist.runtime import events
 if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
-__all__ = ["follow"]
+__all__ = ["subscribe"]
 
 
-def follow() -> None:
+def subscribe() -> None:
     """Subscribes to the events with which the timeline and the endpoints start and end."""
-    events.subscribe(events.JOB_JOINED, _begin_timeline)
+    events.subscribe(events.JOB_INITIALIZED, _begin_timeline)
     events.subscribe(events.JOB_STARTED, _open_endpoints)
     events.subscribe(events.JOB_ENDING, _end_timeline)
 

@@ -56,12 +56,12 @@ def raise_on_all(process_set: ProcessSet | None = None) -> Iterator[None]:
     except AGREED:
         raise
     except Exception as error:
-        _meet(comm, error)
+        _rendezvous(comm, error)
         raise
-    _meet(comm, None)
+    _rendezvous(comm, None)
 
 
-def _meet(comm: _engine.Communicator, mine: Exception | None) -> None:
+def _rendezvous(comm: _engine.Communicator, mine: Exception | None) -> None:
     """Raises the exception of the first rank that has one, unless it is that of this rank."""
     everyone = _engine.collectives.allgather_object(
         comm, None if mine is None else _packed(comm, mine), operation="the end of raise_on_all"

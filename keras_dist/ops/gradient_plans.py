@@ -67,7 +67,7 @@ class GradientPlans:
             )
             by_nccl = _engine.path_of(comm).uses_nccl
             overlapping = overlaps(comm) and not (at_once and by_nccl)
-            how = _engine.PlanOptions(
+            how = _engine.BucketOptions(
                 bucket_nbytes(comm, gradients, nbytes, overlapping, by_nccl),
                 first_nbytes=FIRST_NBYTES if overlapping or not by_nccl else None,
                 groups=groups,

@@ -134,7 +134,7 @@ def grouped_allreduce(
     key = None
     if name is None:
         key = _list_key(values, (op, prescale_factor, postscale_factor, compression))
-        run = None if key is None else comm.calls.get(key)
+        run = None if key is None else comm.fast_calls.get(key)
         if run is not None:
             return run(values)
         if key is not None and not all(value.dtype.isnative for value in values):
@@ -187,7 +187,7 @@ def _short_path(
 
     The ordinary way also raises the errors of arguments that do not fit.
     """
-    run = comm.calls.get(key)
+    run = comm.fast_calls.get(key)
     if out is None or run is None:
         return run
     fits = type(out) is np.ndarray and out.shape == array.shape and out.dtype == array.dtype

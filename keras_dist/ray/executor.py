@@ -17,7 +17,7 @@ WHERE = "[keras_dist.ray.RayExecutor]"
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Limits:
     """Limits of a `RayExecutor`.
 
     Args:
@@ -58,7 +58,7 @@ class RayExecutor:
 
     def __init__(
         self,
-        settings: Settings | None = None,
+        settings: Limits | None = None,
         num_workers: int = 1,
         cpus_per_worker: int = 1,
         use_gpu: bool = False,
@@ -68,7 +68,7 @@ class RayExecutor:
             raise errors.ArgumentError(
                 WHERE, "num_workers to be 1 or more", repr(num_workers), "Pass num_workers=2."
             )
-        self._settings = Settings() if settings is None else settings
+        self._settings = Limits() if settings is None else settings
         gpus = {"GPU": gpus_per_worker or 1} if use_gpu else {}
         self._bundles = [{"CPU": cpus_per_worker, **gpus}] * num_workers
         self._group: Any = None
@@ -78,9 +78,9 @@ class RayExecutor:
     @classmethod
     def create_settings(
         cls, timeout_s: float = 300, placement_group_timeout_s: float = 100
-    ) -> Settings:
-        """Returns settings, see `Settings`."""
-        return Settings(timeout_s, placement_group_timeout_s)
+    ) -> Limits:
+        """Returns settings, see `Limits`."""
+        return Limits(timeout_s, placement_group_timeout_s)
 
     def start(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
-JOB_JOINED = "job joined"  # the ranks are connected; an error makes `init` fail
+JOB_INITIALIZED = "job initialized"  # the ranks are connected; an error makes `init` fail
 JOB_STARTED = "job started"  # `init` has succeeded
 JOB_ENDING = "job ending"  # `shutdown`, or the end of the script; all ranks are still connected
 

@@ -175,7 +175,7 @@ def _admit(
     comm: _engine.Communicator, world: Any, spawned: bool, start_services: Any = None
 ) -> None:
     _engine.admit(comm, world, spawned, start_services)
-    startup.share_devices(comm)
+    startup.split_devices(comm)
     job.renumber()
 
 

@@ -88,7 +88,7 @@ def init(
     _watch_forks()
     if config.settings().joins:
         join_as(startup.place_of_joiner())
-    joined = startup.join_ranks(comm)
+    joined = startup.connect_ranks(comm)
     sets = ProcessSetTable(joined, comm if _engine.library.is_communicator(comm) else None)
     try:
         sets.add(lambda: check_process_sets(requested), "init")
@@ -96,7 +96,7 @@ def init(
         sets.free()
         raise
     startup.take_device(joined, _joins_as)
-    events.publish(events.JOB_JOINED, joined)
+    events.publish(events.JOB_INITIALIZED, joined)
     _sets = sets
     if joined.mpi is None and not config.settings().single_process:
         notify(

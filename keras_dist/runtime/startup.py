@@ -72,7 +72,7 @@ def facts_of_joiner(mpi: Any) -> dict[str, str]:
     return {**versions(mpi), **alike}
 
 
-def join_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
+def connect_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     """Initializes MPI if needed and connects the ranks. Collective: every rank; blocks."""
     alone = config.settings().single_process
     if not alone:
@@ -109,7 +109,7 @@ def take_device(comm: _engine.Communicator, place: Place | None = None) -> None:
             warning = backend.pin_device(local_rank, local_size)
             if warning is not None:
                 _log.warning("%s %s", comm.where(), warning)
-    _share_gpus(comm, backends)
+    _split_gpus(comm, backends)
     for backend in backends:
         _engine.set_completion(backend.finish_calls)
     cores = _cores_of_ranks(comm)
@@ -125,13 +125,13 @@ def take_device(comm: _engine.Communicator, place: Place | None = None) -> None:
             backend.limit_threads(count, override)
 
 
-def share_devices(comm: _engine.Communicator) -> None:
+def split_devices(comm: _engine.Communicator) -> None:
     """Tells all ranks the GPUs and cores of each, after ranks have joined. Collective; blocks."""
-    _share_gpus(comm, _backends.in_use())
+    _split_gpus(comm, _backends.in_use())
     comm.fewest_cores = min(_cores_of_ranks(comm))
 
 
-def _share_gpus(comm: _engine.Communicator, backends: Sequence[Any]) -> None:
+def _split_gpus(comm: _engine.Communicator, backends: Sequence[Any]) -> None:
     """Tells all ranks the GPU of each, by which they choose the path of its arrays. Collective."""
     numbers = [number for backend in backends if (number := backend.gpu_number()) is not None]
     mine = _engine.RankGpu(os.uname().nodename, _gpu.facts_of(numbers[0] if numbers else None))

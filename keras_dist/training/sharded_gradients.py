@@ -129,7 +129,7 @@ def _plan(
     options: ReductionOptions,
 ) -> _engine.FusedAllreduce:
     op, prescale, postscale = options.scaling(comm.size)
-    plan = _engine.PlanOptions(
+    plan = _engine.BucketOptions(
         BUCKET_NBYTES,
         operation=REDUCTION,
         remedy=SAME_MODEL,

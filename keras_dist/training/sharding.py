@@ -115,7 +115,7 @@ class Shards:
             for gradient, index in zip(result, indices, strict=True)
         ]
 
-    def join(self) -> None:
+    def gather(self) -> None:
         """Assigns the updated slices of all ranks to the variables, inside a train step."""
         slices = [self.slices[index].value for index in self.indices]
         shapes = [self.shapes[index] for index in self.indices]
@@ -228,7 +228,7 @@ class Sharded(SliceHook):
         return self._keras_dist.shards.reduced(gradients, indices)
 
     def _keras_dist_join(self) -> None:
-        self._keras_dist.shards.join()
+        self._keras_dist.shards.gather()
 
     @functools.cached_property
     def _keras_dist_keys(self) -> dict[Any, int]:

@@ -32,7 +32,7 @@ def part(flat, offset, shape):
     return on_gpu(flat.owner[offset : offset + math.prod(shape)].reshape(shape), JOINER)
 
 
-JOINER = _gpu.Joiner(join, part)  # as that of a framework
+JOINER = _gpu.Concatenation(join, part)  # as that of a framework
 
 
 def values(arrays):

@@ -15,22 +15,7 @@ from keras_dist._engine.signature import CollectiveSignature, entries_of
 def allgather(
     comm: Communicator, array: np.ndarray, name: str, key: str | None = None
 ) -> np.ndarray:
-    """Concatenates the arrays of all ranks along the first dimension. Collective; blocks.
-
-    Args:
-        comm: the ranks.
-        array: array of this rank; its first dimension may differ from rank to rank.
-        name: name of the array in messages.
-        key: the user's name for the operation; `None` for none.
-
-    Returns:
-        A new array: the rows of rank 0, then of rank 1, and so on.
-
-    Raises:
-        ArgumentError: the array is a scalar.
-        ArgumentTypeError: the array holds Python objects.
-        MismatchError: the other dimensions or the dtypes differ.
-    """
+    """Concatenates the arrays of all ranks along the first dimension. Collective; blocks."""
     return grouped_allgather(comm, [array], [name], key)[0]
 
 
@@ -39,22 +24,7 @@ def allgather(
 def grouped_allgather(
     comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str], key: str | None = None
 ) -> list[np.ndarray]:
-    """Concatenates each array of a list, as `allgather`, in one message. Collective; blocks.
-
-    Args:
-        comm: the ranks.
-        arrays: arrays of this rank.
-        names: names of the arrays in messages.
-        key: the user's name for the operation; `None` for none.
-
-    Returns:
-        List of new arrays.
-
-    Raises:
-        ArgumentError: an array is a scalar.
-        ArgumentTypeError: an array holds Python objects.
-        MismatchError: the other dimensions or the dtypes differ.
-    """
+    """Concatenates each array of a list, as `allgather`, in one message. Collective; blocks."""
     with raise_on_all(comm, "allgather", key):
         for name, array in zip(names, arrays, strict=True):
             check_rows(comm, array, name, "to gather along")

@@ -13,7 +13,7 @@ from keras_dist._engine.collectives.matching import by_name
 from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
 from keras_dist._engine.collectives.repeated import repeated
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.options import OpOptions, PlanOptions
+from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.recovery.retry import retried
 
 MAX_CALLS = 4096  # several may have one plan: a compressor is part of a call by identity
@@ -37,20 +37,11 @@ def allreduce(
     The plans of recent calls are kept. Their memory is that of all single calls, by size.
 
     Args:
-        comm: the ranks.
         arrays: arrays of this rank; shapes and dtypes must agree.
-        names: names of the arrays in messages.
-        options: the reduction.
         bucket_nbytes: size in bytes at which a bucket is closed.
-        repeat: key of `comm.calls` for the short path of calls like this one, if they have one: a
-            function of the array or of the list, see `repeated`. Defaults to none.
 
     Returns:
         New arrays of the same shapes and dtypes, bit-equal on all ranks.
-
-    Raises:
-        MismatchError: the ranks differ.
-        ArgumentTypeError: the reduction is not defined for a dtype.
     """
     if not arrays:
         rendezvous(comm, options.signature("allreduce", spares=True))
@@ -79,9 +70,9 @@ def _keep_short_path(
 
     run = repeated(plan, ordinary)
     if run is not None:
-        if len(comm.calls) >= MAX_CALLS:
-            comm.calls.clear()
-        comm.calls[repeat] = run
+        if len(comm.fast_calls) >= MAX_CALLS:
+            comm.fast_calls.clear()
+        comm.fast_calls[repeat] = run
 
 
 def _plan_of(
@@ -98,11 +89,11 @@ def _plan_of(
     plan: FusedAllreduce | None = comm.plans.get(key)
     if plan is None:
         with raise_on_all(comm, "allreduce", options.key):
-            pooled = PlanOptions(bucket_nbytes, lend=True, pooled=True)
+            pooled = BucketOptions(bucket_nbytes, lend=True, pooled=True)
             plan = FusedAllreduce(comm, names, list(map(_spec_of, arrays)), options, pooled)
         while len(comm.plans) >= MAX_PLANS:
             comm.plans.pop(next(iter(comm.plans)), None)
-            comm.calls.clear()
+            comm.fast_calls.clear()
         comm.plans[key] = plan
     return plan
 

@@ -22,36 +22,22 @@ def alltoall(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sends the first rows to rank 0, the next to rank 1, and so on. Collective; blocks.
 
-    Args:
-        comm: the ranks.
-        array: array of this rank; its first dimension may differ from rank to rank.
-        splits: number of rows for each rank; rows after their sum are not sent. `None` for equal
-            numbers.
-        name: name of the array in messages.
-        key: the user's name for the operation; `None` for none.
-
     Returns:
         New array: the rows from rank 0, then from rank 1, and so on; and the number of rows from
         each rank, int64 of shape (number of ranks,).
-
-    Raises:
-        ArgumentError: the array is a scalar, or `splits` does not fit it; raised on every rank,
-            whichever rank passed it.
-        ArgumentTypeError: the array holds Python objects.
-        MismatchError: the other dimensions or the dtypes differ.
     """
     rest = array.shape[1:]
     entry = Entry(name, (-1, *rest), str(array.dtype))
     with comm.lock:
         rendezvous(comm, CollectiveSignature("alltoall", (entry,), key=key))
-        table = _share_splits(comm, array, splits, name)
+        table = _allgather_splits(comm, array, splits, name)
         width = array.itemsize * int(np.prod(rest))
         received = table[:, comm.rank].copy()
         flat = exchange_bytes(comm, as_bytes(array), table * width)
     return flat.view(array.dtype).reshape((int(received.sum()), *rest)), received
 
 
-def _share_splits(comm: Communicator, array: np.ndarray, splits: Any, name: str) -> np.ndarray:
+def _allgather_splits(comm: Communicator, array: np.ndarray, splits: Any, name: str) -> np.ndarray:
     """Returns the number of rows that each rank (first axis) sends to each rank.
 
     Splits may depend on data, so they may be wrong on one rank alone.

@@ -23,15 +23,7 @@ def barrier(
     """Waits for all ranks. Collective: every rank, for the same `operation`; blocks.
 
     Args:
-        comm: the ranks.
-        key: the user's name for the operation. Defaults to `None`: none.
-        operation: name of the operation in messages.
         arrays: arrays whose shapes and dtypes must agree, before some of them are used.
-        names: their names in messages.
-        remedy: what to do when the ranks differ.
-
-    Raises:
-        MismatchError: the ranks differ; raised on every rank.
     """
     entries = entries_of_arrays(names, arrays)
     with comm.lock:

@@ -27,21 +27,7 @@ def broadcast(
     """Copies the root's arrays to every rank. Collective: every rank; blocks.
 
     Args:
-        comm: the ranks.
         arrays: arrays of this rank; shapes and dtypes must agree.
-        names: names of the arrays in messages.
-        root: rank of the job whose values all ranks receive.
-        operation: name of the operation in messages.
-        key: the user's name for the operation; `None` for none.
-        remedy: what to do when the ranks differ.
-
-    Returns:
-        New arrays with the root's values.
-
-    Raises:
-        ArgumentError: `root` is not one of the ranks.
-        ArgumentTypeError: an array holds Python objects.
-        MismatchError: the ranks differ.
     """
     with raise_on_all(comm, operation, key):
         source = comm.index_of_root(root)

@@ -29,7 +29,7 @@ from keras_dist._engine.compression import Compression
 from keras_dist._engine.nccl.lifetime import nccl_of
 from keras_dist._engine.nccl.path import NCCL, is_defined, on_gpu, uses_nccl
 from keras_dist._engine.nccl.ranks import NcclRanks
-from keras_dist._engine.options import OpOptions, PlanOptions
+from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._gpu import DeviceArray, Half, Staging, load_runtime, staging_of
@@ -37,7 +37,7 @@ from keras_dist._gpu import DeviceArray, Half, Staging, load_runtime, staging_of
 R = TypeVar("R")
 
 
-class _Plan(Protocol):
+class _Reduction(Protocol):
     """What this module needs of a `FusedAllreduce`."""
 
     comm: Communicator
@@ -61,7 +61,7 @@ class _Plan(Protocol):
 class _Calls(dict[int, CollectiveSignature]):
     """The operations of the buckets, made when they are needed, with their digests."""
 
-    def __init__(self, fused: _Plan):
+    def __init__(self, fused: _Reduction):
         super().__init__()
         self._fused = fused
 
@@ -74,7 +74,7 @@ class _Calls(dict[int, CollectiveSignature]):
 class DeviceBuckets:
     """The buckets of a plan, reduced in GPU memory."""
 
-    def __init__(self, fused: _Plan, plan: PlanOptions):
+    def __init__(self, fused: _Reduction, plan: BucketOptions):
         self._fused, self._plan = fused, plan
         self._calls = _Calls(fused)
         self._pieces: dict[int, HostPieces] = {}

@@ -32,7 +32,7 @@ def _wait(comms: Sequence[Communicator]) -> None:
     with contextlib.ExitStack() as locks:
         for comm in comms:
             locks.enter_context(comm.lock)
-        locks.enter_context(spans.meeting(call))
+        locks.enter_context(spans.rendezvous(call))
         locks.enter_context(blocked)
         answers = {comm: comm.digests.start(call.digest) for comm in comms if comm.size > 1}
         while answers:

@@ -16,7 +16,7 @@ from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import repeat_update
 from keras_dist._engine.gradient_sets import UnlikeGradients
 from keras_dist._engine.nccl.path import are_on_device
-from keras_dist._engine.options import OpOptions, PlanOptions
+from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.ordering.ticket import Handle
 
 
@@ -41,7 +41,7 @@ class FusedAllreduce(HostBuckets):
         names: Sequence[str],
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         options: OpOptions,
-        plan: PlanOptions,
+        plan: BucketOptions,
     ):
         for name, (_, dtype) in zip(names, specs, strict=True):
             check_dtype(dtype, options.op, comm.where(), name)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from keras_dist._engine.buckets import Bucket, Piece, aligned, plan_buckets
+from keras_dist._engine.buckets import Bucket, BucketRange, aligned, plan_buckets
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.topology import first_error
@@ -146,7 +146,7 @@ class _Results:
 
     def __init__(self, comm: Communicator, bucket: Bucket, bounds: Sequence[int]):
         self.bucket, self._bounds, self._comm = bucket, bounds, comm
-        self._piece = Piece(bucket, *bounds[comm.rank : comm.rank + 2])
+        self._piece = BucketRange(bucket, *bounds[comm.rank : comm.rank + 2])
 
     @property
     def is_held(self) -> bool:

@@ -22,7 +22,7 @@ from keras_dist._engine.collectives.widening import Widening
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
 from keras_dist._engine.mpi.peers import Payload
-from keras_dist._engine.options import OpOptions, PlanOptions
+from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.recovery.retry import retry
 from keras_dist._engine.shm.bucket_reduction import (
     SMALL_NBYTES,
@@ -48,7 +48,7 @@ class HostBuckets:
         names: Sequence[str],
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         options: OpOptions,
-        plan: PlanOptions,
+        plan: BucketOptions,
         whole: CollectiveSignature | None = None,
     ):
         self.comm = comm

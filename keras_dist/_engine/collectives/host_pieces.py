@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives.host_buckets import HostBuckets
-from keras_dist._engine.options import PlanOptions
+from keras_dist._engine.options import BucketOptions
 from keras_dist._gpu import DeviceArray
 
 PIECE_NBYTES = 4 * 2**20
@@ -24,7 +24,7 @@ class HostPieces:
         comm: the ranks.
     """
 
-    def __init__(self, fused: Any, plan: PlanOptions, number: int):
+    def __init__(self, fused: Any, plan: BucketOptions, number: int):
         bucket, self.comm = fused.buckets[number], fused.comm
         step = max(1, PIECE_NBYTES // bucket.dtype.itemsize)
         end = bucket.slots[-1].offset + bucket.slots[-1].count

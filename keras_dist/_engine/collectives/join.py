@@ -43,7 +43,7 @@ def _join(comms: Sequence[Communicator], takes_named: bool) -> list[JoinedRanks 
             if takes_named:
                 comm.order.finish()
             locks.enter_context(comm.lock)
-        locks.enter_context(spans.meeting(call))
+        locks.enter_context(spans.rendezvous(call))
         answers = {comm: comm.digests.start(call.digest) for comm in comms if comm.size > 1}
         while answers:
             note(comms[0].ranks, call)

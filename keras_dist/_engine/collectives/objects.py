@@ -15,19 +15,7 @@ from keras_dist._engine.signature import CollectiveSignature
 @by_name
 @retried
 def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None = None) -> Any:
-    """Returns the root's object on every rank. Collective: every rank; blocks.
-
-    Args:
-        comm: the ranks.
-        value: the object; ignored on other ranks than the root.
-        root: rank of the job whose object all ranks receive.
-        key: the user's name for the operation; `None` for none.
-
-    Raises:
-        ArgumentError: `root` is not one of the ranks, or its object cannot be pickled; raised on
-            every rank.
-        MismatchError: the ranks differ in operation, root or key.
-    """
+    """Returns the root's object on every rank. Collective: every rank; blocks."""
     with raise_on_all(comm, "broadcast_object", key):
         source = comm.index_of_root(root)
         payload = pickle.dumps(value) if comm.rank == source else b""
@@ -42,18 +30,7 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
 def allgather_object(
     comm: Communicator, value: Any, key: str | None = None, operation: str = "allgather_object"
 ) -> list[Any]:
-    """Returns the objects of all ranks, in rank order. Collective: every rank; blocks.
-
-    Args:
-        comm: the ranks.
-        value: object of this rank.
-        key: the user's name for the operation; `None` for none.
-        operation: name of the operation in messages.
-
-    Raises:
-        ArgumentError: an object cannot be pickled; raised on every rank.
-        MismatchError: the ranks differ in operation or key.
-    """
+    """Returns the objects of all ranks, in rank order. Collective: every rank; blocks."""
     with raise_on_all(comm, operation, key):
         payload = pickle.dumps(value)
     with comm.lock:

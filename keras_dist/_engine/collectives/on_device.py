@@ -94,13 +94,7 @@ def allgather(
 def gather(
     comm: Communicator, call: CollectiveSignature, arrays: Sequence[DeviceArray]
 ) -> list[DeviceArray]:
-    """Launches an allgather, after its rendezvous. Collective: every rank; blocks for the lengths.
-
-    Args:
-        comm: the ranks.
-        call: the operation.
-        arrays: arrays of this rank; their first dimension may differ from rank to rank.
-    """
+    """Launches an allgather after its rendezvous. Collective: every rank; blocks."""
     mine = np.array([len(array) for array in arrays], np.int64)
     lengths = [raw.view(np.int64) for raw in comm.allgather_bytes(mine.tobytes())]
     counts = np.stack(lengths, axis=1)  # by array and rank

@@ -86,7 +86,7 @@ class OwnMemory:
         node = self._comm.node
         if node is None:
             return {}
-        if not _meet(self._comm, self._first_call):
+        if not _rendezvous(self._comm, self._first_call):
             return None
         made = _reductions(self._comm, self._cross_node)
         sizes = {n: each.region_nbytes(node.size, each.capacity) for n, each in made.items()}
@@ -157,7 +157,7 @@ class PooledMemory:
     def _make(self, number: int) -> None:
         """Makes a region, unless some ranks have joined, or there is no memory."""
         comm, reduction, nbytes = self._comm, self._reductions[number], self._nbytes(number)
-        if comm.node is None or not _meet(comm, self._first_call):
+        if comm.node is None or not _rendezvous(comm, self._first_call):
             return
         comm.regions.make_room(nbytes)
         _forget_plans(comm)
@@ -182,11 +182,11 @@ def _pooled_capacity(bucket: Bucket) -> int:
 
 def _forget_plans(comm: Communicator) -> None:
     """Drops the plans of earlier calls, whose views would keep the memory of dropped regions."""
-    comm.calls.clear()
+    comm.fast_calls.clear()
     comm.plans.clear()
 
 
-def _meet(comm: Communicator, first_call: CollectiveSignature) -> bool:
+def _rendezvous(comm: Communicator, first_call: CollectiveSignature) -> bool:
     """Lets the ranks agree on the allocation; returns `False` while some have joined."""
     rendezvous(comm, first_call)
     if comm.faults.joined is not None:

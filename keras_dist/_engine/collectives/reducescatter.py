@@ -28,18 +28,7 @@ def reducescatter(
     On one node the bits are those of the same rows of an allreduce.
 
     Args:
-        comm: the ranks.
         arrays: arrays of this rank; shapes and dtypes must agree.
-        names: names of the arrays in messages.
-        options: the reduction: a sum or an average.
-
-    Returns:
-        New arrays: the rows of this rank.
-
-    Raises:
-        ArgumentError: an array is a scalar, or the reduction is another one.
-        ArgumentTypeError: the reduction is not defined for a dtype.
-        MismatchError: the ranks differ.
     """
     call = options.signature("reducescatter", entries=entries_of_arrays(names, arrays))
     with comm.lock:

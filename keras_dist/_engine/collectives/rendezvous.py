@@ -68,10 +68,10 @@ def rendezvous(
     note(comm.ranks, call)
     while True:
         with contextlib.suppress(RepeatRendezvous):
-            return _meet(comm, call, notices, payload)
+            return _rendezvous(comm, call, notices, payload)
 
 
-def _meet(
+def _rendezvous(
     comm: Communicator, call: CollectiveSignature, notices: bool, payload: Payload | None
 ) -> bool:
     if notices and piggyback.notice() is not None and comm.job is comm:
@@ -81,7 +81,7 @@ def _meet(
     launched = 0 if comm.nccl is None else comm.nccl.launched
     if launched != call.launched:
         call = dataclasses.replace(call, launched=launched, ahead=False)
-    with spans.meeting(call, comm.digests.count + 1):
+    with spans.rendezvous(call, comm.digests.count + 1):
         same = comm.digests.compare(call.digest, payload)
     holds = call.holds if same else resolve_difference(comm, _with_failure(comm, call, payload))
     if comm.nccl is not None:
@@ -160,11 +160,6 @@ class raise_on_all:  # a class, since a generator takes three times as long
 
     Wraps the checks before a rendezvous. A rank whose check fails comes to the rendezvous to report
     the error; otherwise the others would wait for it, and be one operation behind.
-
-    Args:
-        comm: the ranks.
-        operation: name of the operation in messages.
-        key: the user's name for the operation; `None` for none.
     """
 
     __slots__ = ("_comm", "_key", "_operation")

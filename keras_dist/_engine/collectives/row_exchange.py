@@ -71,7 +71,7 @@ def exchange_rows_of_nodes(
     }
     rows, numbers = memory
     failure = _write(mine, rows, numbers, slices[comm.rank])
-    _meet(comm, memory, [slices[rank] for rank in in_memory], failure)
+    _rendezvous(comm, memory, [slices[rank] for rank in in_memory], failure)
     if in_memory == sorted(in_memory):
         return rows, numbers, None
     places = np.concatenate(
@@ -108,7 +108,7 @@ def _write(mine: Rows, rows: np.ndarray, numbers: np.ndarray, part: slice) -> Ex
     return None
 
 
-def _meet(
+def _rendezvous(
     comm: Communicator,
     memory: Sequence[np.ndarray],
     slices: Sequence[slice],
@@ -116,11 +116,11 @@ def _meet(
 ) -> None:
     """Waits until the memory of this node has the rows of all ranks."""
     is_ready = failure is None
-    is_ready = _meet_on_node(comm, is_ready) and is_ready
+    is_ready = _barrier_on_node(comm, is_ready) and is_ready
     if not comm.is_one_node:
         if comm.topology.has_slice:
             is_ready = _cross_nodes(comm, memory, slices, is_ready)
-        is_ready = _meet_on_node(comm, is_ready) and is_ready
+        is_ready = _barrier_on_node(comm, is_ready) and is_ready
     if not is_ready:
         expected = "every rank to add up its rows"
         received = "an error on another rank" if failure is None else repr(failure)
@@ -130,10 +130,10 @@ def _meet(
         ) from failure
 
 
-def _meet_on_node(comm: Communicator, is_ready: bool) -> bool:
+def _barrier_on_node(comm: Communicator, is_ready: bool) -> bool:
     """Returns whether all ranks of the node are ready, or none is."""
     with spans.phase("wait for rows"):
-        return comm.node is None or comm.node.meet(DONE if is_ready else FAILED)
+        return comm.node is None or comm.node.barrier(DONE if is_ready else FAILED)
 
 
 def _cross_nodes(

@@ -38,7 +38,7 @@ class DigestExchange:
             self.peers = Peers(topology.world if node is None else topology.across)
         self.count = 0  # exchanges so far; equal on all ranks
         #: compares digests, uncounted, where all ranks share the memory of one node
-        self.on_node = None if node is None or self._crosses else node.meet
+        self.on_node = None if node is None or self._crosses else node.barrier
 
     def compare(self, digest: bytes, payload: Payload | None = None) -> bool:
         """Waits for all ranks and returns whether all brought the same digest. Collective; blocks.
@@ -50,7 +50,7 @@ class DigestExchange:
         """
         self.count += 1
         node = self._node
-        same = node is None or node.meet(digest)
+        same = node is None or node.barrier(digest)
         if self._crosses and self._has_peers:
             with waiting:
                 same = self._finish(self.peers.compare(digest, same, payload))
@@ -61,17 +61,17 @@ class DigestExchange:
         if node is None:
             return same
         if payload is not None and payload.is_slice:
-            return self._meet_for_slices(node, same, payload)
+            return self._barrier_for_slices(node, same, payload)
         if self._answers_on_node:
-            same = node.meet(self._answer(same)) and same
+            same = node.barrier(self._answer(same)) and same
         return same
 
-    def _meet_for_slices(self, node: Node, same: bool, payload: Payload) -> bool:
+    def _barrier_for_slices(self, node: Node, same: bool, payload: Payload) -> bool:
         """Waits for the slices of all ranks of this node, unless a rank differs."""
         if not (same or self._answers_on_node):
             return False  # known to all ranks of all nodes
         done = payload.arrived or not self._has_peers
-        payload.arrived = node.meet(SAME if done else DIFFERENT) and done
+        payload.arrived = node.barrier(SAME if done else DIFFERENT) and done
         return payload.arrived
 
     def start(self, digest: bytes) -> Callable[[], bool | None]:

@@ -145,7 +145,7 @@ def _reduce_in_pieces(
 ) -> None:
     """Reduces pieces of `step` elements, some of which are under way."""
     pieces = Pieces(world.Get_rank(), world.Get_size(), source.size, step)
-    messages = _Messages(world, source, target, wire, pieces)
+    messages = _ReductionMessages(world, source, target, wire, pieces)
     started = 0
     for number in range(pieces.count):
         while started < min(number + WINDOW, pieces.count):
@@ -162,7 +162,7 @@ def _reduce_in_pieces(
     messages.finish()
 
 
-class _Messages:
+class _ReductionMessages:
     """The messages of one reduction."""
 
     def __init__(

@@ -71,7 +71,7 @@ class Topology:
         return tuple(comm for comm in (self.across, self.local, self.world) if comm is not None)
 
 
-def share(comm: Any, value: Any) -> list[Any]:
+def allgather(comm: Any, value: Any) -> list[Any]:
     """Returns the objects of all ranks of an MPI communicator, in rank order. Collective."""
     with blocked:
         return comm.allgather(value)
@@ -79,5 +79,5 @@ def share(comm: Any, value: Any) -> list[Any]:
 
 def first_error(comm: Any, error: str | None) -> str | None:
     """Returns the error of the first rank that has one, equal on all ranks. Collective."""
-    found: Sequence[str | None] = share(comm, error)
+    found: Sequence[str | None] = allgather(comm, error)
     return next((text for text in found if text is not None), None)

@@ -23,12 +23,7 @@ CHECK_SECONDS = 0.2
 
 
 def poll(is_done: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Waits until something is done on the GPU.
-
-    Args:
-        is_done: returns whether it is.
-        check: called repeatedly; raises if waiting is useless.
-    """
+    """Waits until something is done on the GPU."""
     began = checked = time.perf_counter()
     while not is_done():
         now = time.perf_counter()

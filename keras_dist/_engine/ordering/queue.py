@@ -84,15 +84,7 @@ class CollectiveQueue:
             self._remove(self._tickets[0])
 
     def run(self, work: Callable[[], R], name: str | None) -> R:
-        """Runs an operation, in its turn or when the ranks agree on it. Blocks.
-
-        Args:
-            work: the operation; it is called again after another one was run first.
-            name: the user's name for it; `None`: it keeps its order among those without a name.
-
-        Raises:
-            NameInFlightError: another operation of that name is in flight.
-        """
+        """Runs an operation, in its turn or when the ranks agree on it. Blocks."""
         if is_mine(self._lock):
             return work()
         ticket = Ticket(name, [threading.get_ident()], gives_way=True)

@@ -106,9 +106,6 @@ class Handle(Ticket):
         """Waits for the operation and returns its result. Blocks; further calls do not.
 
         Ranks may wait for their handles in any order, and several times.
-
-        Raises:
-            KerasDistError: the error of the blocking operation.
         """
         if not self._ended.is_set():
             if self.unseen is not None:

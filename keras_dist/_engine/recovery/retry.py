@@ -79,20 +79,6 @@ class Retry:
         """Runs an operation, again if a rank dies, until it has ended on all ranks that are alive.
 
         Collective, as the operation itself.
-
-        Args:
-            work: the operation. Its arguments must not change until it has ended.
-            joins: whether it takes part, without a contribution, in operations of others.
-            needs_no_mpi: returns, after the operation, whether its data went through shared
-                memory alone: then there is nothing to confirm.
-            lasting: returns, after the operation, its result in memory that no script can write
-                until the next operation has ended; `None` if there is none: the result is copied.
-
-        Returns:
-            The result of the operation.
-
-        Raises:
-            RankLostError: the ranks cannot continue.
         """
         with self._comm.lock:
             if self._is_nested:

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp, reduce_each, reduce_into
-from keras_dist._engine.buckets import Bucket, Piece, aligned, aligned_array, slice_bounds
+from keras_dist._engine.buckets import Bucket, BucketRange, aligned, aligned_array, slice_bounds
 from keras_dist._engine.shm.copy_in import CopyIn
 from keras_dist._engine.shm.cow_mapping import PAGE
 from keras_dist._engine.shm.node import Node
@@ -185,7 +185,7 @@ class Sliced:
     def end(self) -> None:
         if self._rows.is_crowded:
             with spans.phase("wait for readers"):
-                self._node.meet(READ)
+                self._node.barrier(READ)
 
     def reduce(self, finish: Finish | None = None, out: np.ndarray | None = None) -> np.ndarray:
         # After the rendezvous: the ranks choose alike.
@@ -201,7 +201,7 @@ class Sliced:
         if finish is not None:
             ready = finish(result[self._mine], ready)
         with spans.phase("wait for slices"):
-            same = self._node.meet(DONE if ready else FAILED)
+            same = self._node.barrier(DONE if ready else FAILED)
         self._copies.forget()
         if not (ready and same):
             what = "an error on another rank" if failure is None else repr(failure)
@@ -228,7 +228,7 @@ class Sliced:
         return self._results[self._rows.follow(self._chosen)]
 
 
-def _chunks(bucket: Bucket, part: slice) -> list[Piece]:
+def _chunks(bucket: Bucket, part: slice) -> list[BucketRange]:
     """Cuts a slice of a bucket into chunks that the cache of a core holds.
 
     Elements of a large array are a chunk of their own, which is read in place; small arrays share
@@ -241,7 +241,7 @@ def _chunks(bucket: Bucket, part: slice) -> list[Piece]:
         if high - low >= whole:
             cuts.update((low, high))
     return [
-        Piece(bucket, low, min(low + step, end))
+        BucketRange(bucket, low, min(low + step, end))
         for begin, end in itertools.pairwise(sorted(cuts))
         for low in range(begin, end, step)
     ]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from keras_dist._engine.buckets import Bucket, Piece
+from keras_dist._engine.buckets import Bucket, BucketRange
 from keras_dist._engine.shm.node import Node
 
 
@@ -25,12 +25,15 @@ class CopyIn:
         self._low = bounds[node.rank]
         slices = enumerate(itertools.pairwise(bounds))
         self._others = [
-            (owner, Piece(bucket, *ends)) for owner, ends in slices if owner != node.rank
+            (owner, BucketRange(bucket, *ends)) for owner, ends in slices if owner != node.rank
         ]
         self._arrays: Sequence[np.ndarray] = ()
 
     def bind(
-        self, results: Sequence[np.ndarray], rows: Sequence[np.ndarray], chunks: Sequence[Piece]
+        self,
+        results: Sequence[np.ndarray],
+        rows: Sequence[np.ndarray],
+        chunks: Sequence[BucketRange],
     ) -> None:
         """Uses shared memory."""
 
@@ -39,7 +42,7 @@ class CopyIn:
             others_before = rank - (rank > owner)
             return results[turn] if others_before == 0 else rows[others_before - 1]
 
-        def others(chunk: Piece, turn: int, ranks: Iterable[int]) -> list[np.ndarray]:
+        def others(chunk: BucketRange, turn: int, ranks: Iterable[int]) -> list[np.ndarray]:
             part = slice(chunk.low, chunk.low + len(chunk))
             return [target(self._rank, rank, turn)[part] for rank in ranks]
 

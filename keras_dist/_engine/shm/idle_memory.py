@@ -12,7 +12,7 @@ from typing import Protocol
 IDLE_UPDATES = 100
 
 
-class _Plan(Protocol):
+class _Idle(Protocol):
     """A plan that holds shared memory."""
 
     def release(self) -> None:
@@ -24,10 +24,10 @@ class IdleMemory:
 
     def __init__(self) -> None:
         # Least recently used first. A plan without other references frees its memory by itself.
-        self._last_uses: weakref.WeakKeyDictionary[_Plan, int] = weakref.WeakKeyDictionary()
+        self._last_uses: weakref.WeakKeyDictionary[_Idle, int] = weakref.WeakKeyDictionary()
         self._updates = 0
 
-    def used(self, plan: _Plan, is_update: bool = True) -> None:
+    def used(self, plan: _Idle, is_update: bool = True) -> None:
         """Counts an update by a plan, and releases plans that have been idle for too long."""
         self._updates += is_update
         self._last_uses.pop(plan, None)

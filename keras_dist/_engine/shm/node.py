@@ -20,14 +20,14 @@ class Node:
         self,
         rank: int,
         size: int,
-        share: Callable[[Any], list[Any]],
+        allgather: Callable[[Any], list[Any]],
         barrier: ShmBarrier,
         dead: Callable[[], list[int]],
     ):
         self.rank = rank
         self.size = size
-        self.share = share
-        self.meet, self.start, self.leave = barrier.meet, barrier.start, barrier.leave
+        self.allgather = allgather
+        self.barrier, self.start, self.leave = barrier.wait, barrier.start, barrier.leave
         self.dead = dead
         self._scratch: dict[str, np.ndarray] = {}
 
@@ -40,13 +40,13 @@ class Node:
 
     def segment(self, nbytes: int, private_view: bool = False) -> tuple[Segment | None, str | None]:
         """Makes a segment for all ranks of the node. Collective. See `make_segment`."""
-        return make_segment(nbytes, self.rank, self.share, private_view)
+        return make_segment(nbytes, self.rank, self.allgather, private_view)
 
 
-def join_node(
+def attach_node(
     rank: int,
     size: int,
-    share: Callable[[Any], list[Any]],
+    allgather: Callable[[Any], list[Any]],
     lost: Callable[[list[int]], Exception],
     poll: Callable[[], None],
     fence: Callable[[], None] | None = None,
@@ -61,10 +61,10 @@ def join_node(
     if not CAN_SLEEP:
         return None, f"keras_dist does not know how to wait in it on {platform.machine()}"
     clean_up()
-    segment, reason = make_segment(ShmBarrier.nbytes_for(size), rank, share)
+    segment, reason = make_segment(ShmBarrier.nbytes_for(size), rank, allgather)
     if segment is None:
         return None, reason
-    pids, namespaces = zip(*share((os.getpid(), namespace())), strict=True)
+    pids, namespaces = zip(*allgather((os.getpid(), namespace())), strict=True)
     known = len(set(namespaces)) == 1 and bool(namespaces[0])
     processes = Processes(pids if known else ())
 
@@ -74,4 +74,4 @@ def join_node(
         poll()
 
     barrier = ShmBarrier(segment, rank, size, check, fence)
-    return Node(rank, size, share, barrier, processes.dead), None
+    return Node(rank, size, allgather, barrier, processes.dead), None

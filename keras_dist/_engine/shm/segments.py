@@ -50,7 +50,7 @@ class Segment:
 
 
 def make_segment(
-    nbytes: int, rank: int, share: Callable[[Any], list[Any]], private_view: bool = False
+    nbytes: int, rank: int, allgather: Callable[[Any], list[Any]], private_view: bool = False
 ) -> tuple[Segment | None, str | None]:
     """Makes a segment for all ranks of a node.
 
@@ -67,13 +67,13 @@ def make_segment(
         The segment and `None`, or `None` and the reason; the same on all ranks.
     """
     create = _create_nameless
-    segment, reasons = _share_segment(create, nbytes, rank, share, private_view)
+    segment, reasons = _open_segment(create, nbytes, rank, allgather, private_view)
     if any(isinstance(reason, _NotVisible) for reason in reasons):
         create = _create_named
-        segment, reasons = _share_segment(create, nbytes, rank, share, private_view)
+        segment, reasons = _open_segment(create, nbytes, rank, allgather, private_view)
     if reasons:
         gc.collect()  # models that nobody uses, which refer to themselves, may hold the memory
-        segment, reasons = _share_segment(create, nbytes, rank, share, private_view)
+        segment, reasons = _open_segment(create, nbytes, rank, allgather, private_view)
     return (None, reasons[0]) if reasons else (segment, None)
 
 
@@ -88,11 +88,11 @@ class TooManyFiles(str):
 _Made = tuple[str, int, str | None]
 
 
-def _share_segment(
+def _open_segment(
     create: Callable[[int], _Made],
     nbytes: int,
     rank: int,
-    share: Callable[[Any], list[Any]],
+    allgather: Callable[[Any], list[Any]],
     private_view: bool,
 ) -> tuple[Segment | None, list[str]]:
     """Makes a segment; returns it and the reasons of ranks that cannot use it."""
@@ -100,7 +100,7 @@ def _share_segment(
     segment = None
     try:
         identity = _identity(os.fstat(handle)) if handle >= 0 else None
-        path, identity, reason = share((path, identity, reason))[0]
+        path, identity, reason = allgather((path, identity, reason))[0]
         if reason is None and rank > 0:
             handle, reason = _open(path, identity)
         if reason is None:
@@ -108,7 +108,7 @@ def _share_segment(
                 segment = Segment(handle, nbytes, private_view)
             except OSError as error:
                 reason = _reason(f"{path} cannot be mapped", error)
-        reasons = [text for text in share(reason) if text is not None]
+        reasons = [text for text in allgather(reason) if text is not None]
     finally:  # even if a rank has died meanwhile
         if handle >= 0:
             os.close(handle)
@@ -253,7 +253,7 @@ class ShmBarrier:
         for counter in self._counters:
             counter.wake()
 
-    def meet(self, digest: bytes) -> bool:
+    def wait(self, digest: bytes) -> bool:
         """Waits until all ranks of the node have arrived.
 
         Args:

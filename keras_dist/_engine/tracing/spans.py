@@ -25,14 +25,14 @@ __all__ = [
     "begin_epoch",
     "count_update",
     "end_epoch",
-    "held",
-    "meeting",
     "phase",
     "phase_or_span",
     "queued",
+    "rendezvous",
     "span",
     "step",
     "task",
+    "timed",
 ]
 
 OPERATION, SPAN, OPEN = 0, 1, 2  # kinds of records
@@ -183,7 +183,7 @@ class _Step(_Span):
         super().__exit__(*error)
 
 
-def held(lock: Any, lane: Lane) -> AbstractContextManager[None]:
+def timed(lock: Any, lane: Lane) -> AbstractContextManager[None]:
     """Returns the lock of a communicator; its outermost use is recorded as an operation."""
     return _Operation(lane, lock)
 
@@ -201,7 +201,7 @@ def phase_or_span(name: str) -> AbstractContextManager[Any]:
     return phase(name) if get_ident() in _current else span(name)
 
 
-def meeting(call: Any, number: int = 0) -> AbstractContextManager[Any]:
+def rendezvous(call: Any, number: int = 0) -> AbstractContextManager[Any]:
     """Returns a context manager for the phase in which an operation waits for all ranks."""
     if recorder is None:
         return _NOTHING

@@ -41,7 +41,7 @@ class Failure:
     is_consequence: bool
 
 
-class Exchange:
+class JobFiles:
     """The files of one call."""
 
     def __init__(self, folder: pathlib.Path):

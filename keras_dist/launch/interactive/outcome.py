@@ -5,7 +5,7 @@ from typing import Any
 import cloudpickle
 
 from keras_dist import errors
-from keras_dist.launch.interactive.exchange import Exchange, Failure
+from keras_dist.launch.interactive.exchange import Failure, JobFiles
 
 #: the place, in messages
 WHERE = "[keras_dist.run]"
@@ -13,7 +13,7 @@ USAGE = 2  # exit code of keras-dist run without a job
 SHOWN_LINES = 20
 
 
-def values(exchange: Exchange, np: int, code: int, printed_by_launcher: str) -> list[Any]:
+def values(exchange: JobFiles, np: int, code: int, printed_by_launcher: str) -> list[Any]:
     """Returns the values of the ranks of a finished job, in the order of ranks."""
     for rank, failure in exchange.failures(np).items():
         raise _as_error(failure, rank, np, exchange)
@@ -50,7 +50,7 @@ def _loaded(outcome: Any, rank: int, np: int) -> Any:
         ) from error
 
 
-def _as_error(failure: Failure, rank: int, np: int, exchange: Exchange) -> errors.RankError:
+def _as_error(failure: Failure, rank: int, np: int, exchange: JobFiles) -> errors.RankError:
     printed = _tail(exchange, rank) if rank else ""  # the output of the root was shown
     text = errors.explain(
         f"[rank {rank} of {np}]",
@@ -66,7 +66,7 @@ def _as_error(failure: Failure, rank: int, np: int, exchange: Exchange) -> error
     return error
 
 
-def _tail(exchange: Exchange, rank: int) -> str:
+def _tail(exchange: JobFiles, rank: int) -> str:
     path = exchange.log(rank)
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return "\n".join(lines[-SHOWN_LINES:])

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from keras_dist import errors
-from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
+from keras_dist.launch.interactive.exchange import Failure, JobFiles, Value
 from keras_dist.launch.rank_log import printing_to
 from keras_dist.runtime import launch_environment
 
@@ -24,12 +24,12 @@ REPORT_SECONDS = 0.5
 
 def main(folder: str) -> None:
     """Runs the function of a call on this rank."""
-    exchange, rank = Exchange(pathlib.Path(folder)), launch_environment.announced_rank() or 0
+    exchange, rank = JobFiles(pathlib.Path(folder)), launch_environment.announced_rank() or 0
     with printing_to(exchange.log(rank)):
         run_call(exchange, rank)
 
 
-def run_call(exchange: Exchange, rank: int) -> None:
+def run_call(exchange: JobFiles, rank: int) -> None:
     """Runs the function of a call, and writes its progress and its outcome."""
     try:
         environment, path, cells, work = exchange.call()
@@ -51,13 +51,13 @@ def run_call(exchange: Exchange, rank: int) -> None:
         raise
 
 
-def _report_periodically(exchange: Exchange, rank: int) -> None:
+def _report_periodically(exchange: JobFiles, rank: int) -> None:
     while True:
         _report(exchange, rank)
         time.sleep(REPORT_SECONDS)
 
 
-def _report(exchange: Exchange, rank: int) -> None:
+def _report(exchange: JobFiles, rank: int) -> None:
     from keras_dist import runtime
     from keras_dist.monitor.report import of_this_process, of_this_rank
 

@@ -17,7 +17,7 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.job import end_with_parent
-from keras_dist.launch.interactive.exchange import Exchange
+from keras_dist.launch.interactive.exchange import JobFiles
 from keras_dist.launch.interactive.outcome import WHERE, values
 from keras_dist.launch.interactive.view import View, open_view
 from keras_dist.launch.pickled import pickled
@@ -92,7 +92,7 @@ def run(
         dir=parent,
         ignore_cleanup_errors=True,  # NFS keeps files that are open elsewhere
     ) as name:
-        exchange = Exchange(pathlib.Path(name).absolute())
+        exchange = JobFiles(pathlib.Path(name).absolute())
         work = _pickled((fn, tuple(args), dict(kwargs or {})))
         path = [os.path.abspath(entry) for entry in sys.path]
         exchange.put_call((dict(env or {}), path, _cells(), work))
@@ -103,7 +103,7 @@ def run(
 
 
 def _start(
-    exchange: Exchange, np: int, hosts: str | None, env: Mapping[str, str], output: Any
+    exchange: JobFiles, np: int, hosts: str | None, env: Mapping[str, str], output: Any
 ) -> subprocess.Popen[bytes]:
     """Starts the ranks through a supervising process; signal handlers of this process stay."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}  # output is unbuffered

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_dist.launch.interactive.exchange import Exchange
+from keras_dist.launch.interactive.exchange import JobFiles
 
 TABLE_SECONDS = 0.5
 
@@ -36,7 +36,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 class View:
     """Shows the output of the root."""
 
-    def __init__(self, exchange: Exchange, np: int):
+    def __init__(self, exchange: JobFiles, np: int):
         self._exchange, self._np = exchange, np
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._read = 0
@@ -83,7 +83,7 @@ class View:
 class _InNotebook(View):
     """The table is above the text and is updated in place."""
 
-    def __init__(self, exchange: Exchange, np: int):
+    def __init__(self, exchange: JobFiles, np: int):
         super().__init__(exchange, np)
         self._handle: Any = None
 
@@ -99,7 +99,7 @@ class _InNotebook(View):
 class _InTerminal(View):
     """The table is below the text, after the current line."""
 
-    def __init__(self, exchange: Exchange, np: int, live: Any):
+    def __init__(self, exchange: JobFiles, np: int, live: Any):
         super().__init__(exchange, np)
         self._live, self._line = live, ""
 
@@ -121,7 +121,7 @@ class _InTerminal(View):
 
 
 @contextlib.contextmanager
-def open_view(exchange: Exchange, np: int, verbose: bool) -> Iterator[View]:
+def open_view(exchange: JobFiles, np: int, verbose: bool) -> Iterator[View]:
     """Opens the view that suits the output of this process."""
     if not verbose:
         yield _NoView(exchange, np)

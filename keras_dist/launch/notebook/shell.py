@@ -15,7 +15,7 @@ from keras_dist.launch.notebook.outputs import Outputs
 INLINE = "module://matplotlib_inline.backend_inline"
 
 
-class _Results(DisplayHook):
+class _LastValue(DisplayHook):
     """Passes the value of the last expression of a cell to its outputs."""
 
     shell: Any
@@ -58,7 +58,7 @@ class _Displays(DisplayPublisher):
 class Shell(InteractiveShell):
     """Runs cells as a kernel does, and passes results to `outputs`."""
 
-    displayhook_class = Type(_Results)
+    displayhook_class = Type(_LastValue)
     display_pub_class = Type(_Displays)
 
     outputs: Outputs

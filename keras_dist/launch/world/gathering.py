@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_dist import errors
-from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
+from keras_dist.launch.interactive.exchange import Failure, JobFiles, Value
 from keras_dist.launch.interactive.outcome import values
 from keras_dist.launch.world.server import SETTLE_SECONDS, WorldServer
 
@@ -64,7 +64,7 @@ def _values(outcomes: list[Value | Failure], server: WorldServer) -> list[Any]:
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         wait_for_cause(server)
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as name:
-        exchange = Exchange(pathlib.Path(name))
+        exchange = JobFiles(pathlib.Path(name))
         for rank, outcome in enumerate(outcomes):
             if isinstance(outcome, Failure) and server.failed_rank not in (None, rank):
                 outcome = dataclasses.replace(outcome, is_consequence=True)

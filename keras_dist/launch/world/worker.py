@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_dist.launch.cli.job import end_with_parent
-from keras_dist.launch.interactive.exchange import Exchange, Failure, Value
+from keras_dist.launch.interactive.exchange import Failure, JobFiles, Value
 from keras_dist.launch.interactive.rank import as_failure, run_call
 from keras_dist.launch.world.member import join_world
 
@@ -33,7 +33,7 @@ def run_rank(
 ) -> Value | Failure:
     """Runs a function on one rank, in a child process whose output is that of this process."""
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as name:
-        exchange = Exchange(pathlib.Path(name))
+        exchange = JobFiles(pathlib.Path(name))
         exchange.put_call(({}, list(sys.path), {}, work))
         # The token is no argument, which other users of the host could read.
         ended = subprocess.run(
@@ -60,7 +60,7 @@ def _inherited() -> dict[str, str]:
 
 def main(folder: str) -> None:
     """Joins the world that the standard input describes, and runs the call of an exchange."""
-    world, exchange = json.load(sys.stdin), Exchange(pathlib.Path(folder))
+    world, exchange = json.load(sys.stdin), JobFiles(pathlib.Path(folder))
     try:
         member = join_world(**world)
     except BaseException as error:

@@ -22,7 +22,7 @@ def planned(names: str, count: int, dtype: str, *, postscale: float = 1.0, **pla
     """Returns a planned sum of arrays of `count` elements."""
     specs = [((count,), np.dtype(dtype))] * len(names)
     options = _engine.OpOptions(_engine.ReduceOp.SUM, postscale=postscale)
-    settings = _engine.PlanOptions(**plan)
+    settings = _engine.BucketOptions(**plan)
     return _engine.FusedAllreduce(runtime.communicator(), [*names], specs, options, settings)
 
 

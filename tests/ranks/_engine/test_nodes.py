@@ -63,7 +63,7 @@ def test_a_slice_that_one_rank_cannot_reduce_is_an_error_on_all_nodes(monkeypatc
     comm = _engine.Communicator(MPI, None)
     mine = contribution(comm.rank, count, np.float32)
     specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
-    fused = _engine.FusedAllreduce(comm, ["a"], specs, options, _engine.PlanOptions(2**20))
+    fused = _engine.FusedAllreduce(comm, ["a"], specs, options, _engine.BucketOptions(2**20))
     expected = fused([mine])[0].copy()
     odd = comm.rank == comm.topology.nodes[-1][0]
     travels = fused.travels(0, fused.memory.ready_reduction(0))
@@ -88,7 +88,7 @@ def test_a_slice_that_cannot_be_reduced_beside_a_notice_is_an_error_on_all_nodes
     comm = runtime.communicator()
     mine = contribution(comm.rank, 50_000, np.float32)
     specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
-    plan = _engine.PlanOptions(2**20, counts_updates=True)
+    plan = _engine.BucketOptions(2**20, counts_updates=True)
     fused = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
     expected = fused([mine])[0].copy()
 
@@ -172,7 +172,7 @@ def test_gradients_arrive_beside_a_notice(count):
     comm = runtime.communicator()
     mine = contribution(comm.rank, count, np.float32)
     specs, options = [(mine.shape, mine.dtype)], _engine.OpOptions(ReduceOp.SUM)
-    plan = _engine.PlanOptions(2**20, counts_updates=True)
+    plan = _engine.BucketOptions(2**20, counts_updates=True)
     fused = _engine.FusedAllreduce(comm, ["a"], specs, options, plan)
     expected, notices = fused([mine])[0].copy(), []
     _engine.piggyback.set_listener(notices.extend)

@@ -78,7 +78,7 @@ def test_plans_with_different_buckets_are_found():
     names = ["a", "b", "c", "d"]
     for mine, others in ((2**30, 1), (1, 2**30), (300_000, 500_000)):
         size = mine if odd else others
-        fused = _engine.FusedAllreduce(comm, names, specs, SUM, _engine.PlanOptions(size))
+        fused = _engine.FusedAllreduce(comm, names, specs, SUM, _engine.BucketOptions(size))
         with pytest.raises(errors.MismatchError, match="buckets of gradients"):
             fused(arrays)
     assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()

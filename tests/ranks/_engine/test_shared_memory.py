@@ -41,7 +41,7 @@ def several():
 def reduced(comm, arrays, op, bucket_nbytes=2**23, lend=False):
     specs = [(array.shape, array.dtype) for array in arrays]
     names = [str(number) for number in range(len(arrays))]
-    plan = _engine.PlanOptions(bucket_nbytes, lend=lend)
+    plan = _engine.BucketOptions(bucket_nbytes, lend=lend)
     return _engine.FusedAllreduce(comm, names, specs, _engine.OpOptions(op), plan)
 
 
@@ -234,7 +234,7 @@ def test_a_graph_that_outlives_its_plan_is_an_error_on_all_ranks(is_odd):
 
 def gradients_of(comm, count):
     specs = [((count,), np.dtype(np.float32))]
-    plan = _engine.PlanOptions(2**23, counts_updates=True)
+    plan = _engine.BucketOptions(2**23, counts_updates=True)
     return _engine.FusedAllreduce(comm, ["a"], specs, _engine.OpOptions(ReduceOp.SUM), plan)
 
 

@@ -226,7 +226,7 @@ def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(monkey
     monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
     brought = _engine.GradientSet(names, names, (form, form), adapts=True)
     specs = [((n,), np.dtype("float32")) for n in (150, count)]
-    options, plan = _engine.OpOptions(SUM, gradients=brought), _engine.PlanOptions(16)
+    options, plan = _engine.OpOptions(SUM, gradients=brought), _engine.BucketOptions(16)
     fused = _engine.FusedAllreduce(comm, names, specs, options, plan)
     mine = [np.full(*spec[:1], number + 1, "float32") for number, spec in enumerate(specs)]
     for _ in range(2):
@@ -263,7 +263,7 @@ def test_pieces_of_a_reduction_that_has_failed_are_not_used_again(monkeypatch):
     comm, spec = runtime.communicator(), ((300,), np.dtype("float32"))
     monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
     monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
-    options, plan = _engine.OpOptions(SUM), _engine.PlanOptions(2**20)
+    options, plan = _engine.OpOptions(SUM), _engine.BucketOptions(2**20)
     fused = _engine.FusedAllreduce(comm, ["a"], [spec], options, plan)
     with monkeypatch.context() as patched:
         patched.setattr(host_pieces.HostPieces, "reduce", fail)
@@ -290,7 +290,7 @@ def test_a_queued_bucket():
     comm = runtime.communicator()
     specs = [((3,), np.dtype("float32")), ((4,), np.dtype("float32"))]
     fused = _engine.FusedAllreduce(
-        comm, ["a", "b"], specs, _engine.OpOptions(SUM), _engine.PlanOptions(12)
+        comm, ["a", "b"], specs, _engine.OpOptions(SUM), _engine.BucketOptions(12)
     )
     arrays = [on_gpu(np.full(*spec)) for spec in (((3,), 1, "float32"), ((4,), 2, "float32"))]
     for array in arrays:

@@ -178,7 +178,7 @@ def test_a_named_operation_comes_before_a_repeated_one_on_one_rank():
 
 def three_buckets():
     names, specs = list("abc"), [((4,), np.dtype("float32"))] * 3
-    options, plan = _engine.OpOptions(SUM), _engine.PlanOptions(16)
+    options, plan = _engine.OpOptions(SUM), _engine.BucketOptions(16)
     return _engine.FusedAllreduce(runtime.communicator(), names, specs, options, plan)
 
 

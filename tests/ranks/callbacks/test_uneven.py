@@ -96,7 +96,7 @@ def test_reductions_are_among_the_ranks_that_have_not_joined(case, count):
 def test_what_is_kept_while_others_have_joined_stays_as_it_is(case):
     count, kept = 50_000, []  # reduced in slices
     counts, specs = counts_of(case), [((count,), np.dtype("float32"))]
-    options = _engine.OpOptions(ReduceOp.SUM), _engine.PlanOptions(2**22, lend=True)
+    options = _engine.OpOptions(ReduceOp.SUM), _engine.BucketOptions(2**22, lend=True)
     plan = _engine.FusedAllreduce(runtime.communicator(), ["a"], specs, *options)
 
     def step(number, here):

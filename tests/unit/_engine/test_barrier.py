@@ -18,7 +18,7 @@ class Memory:
         self.memory = self.memory[start : start + ShmBarrier.nbytes_for(size)]
 
 
-@pytest.mark.parametrize("waits", [True, False], ids=["meet", "start"])
+@pytest.mark.parametrize("waits", [True, False], ids=["wait", "start"])
 def test_the_fence_is_between_the_data_and_the_counters(waits):
     segment, events = Memory(2), []
     lines = segment.memory[:-64].reshape(2, ShmBarrier.LINES, 64)
@@ -31,7 +31,7 @@ def test_the_fence_is_between_the_data_and_the_counters(waits):
     mine = ShmBarrier(segment, 0, 2, lambda: None, fence)
     theirs = ShmBarrier(segment, 1, 2, lambda: None)
     theirs.start(OTHER)
-    assert (mine.meet(DIGEST) if waits else mine.start(DIGEST)()) is False
+    assert (mine.wait(DIGEST) if waits else mine.start(DIGEST)()) is False
     written = [DIGEST, OTHER]
     # The digest is written before the first fence, the counter after it. The second one follows
     # when both counters are set, and the digests are compared after it.

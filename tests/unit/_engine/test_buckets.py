@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from keras_dist._engine.buckets import (
     ALIGNMENT,
     Bucket,
-    Piece,
+    BucketRange,
     Slot,
     aligned,
     aligned_array,
@@ -180,25 +180,25 @@ THREE = Bucket(
 def test_a_piece_is_a_range_of_the_buffer(bounds):
     low, high = bounds
     arrays = [np.arange(1, 5, dtype="f4"), np.zeros(0, "f4"), np.arange(5, 11, dtype="f4")]
-    piece = Piece(THREE, low, high)
+    piece = BucketRange(THREE, low, high)
     got = piece.of(arrays, np.full(14, -1, "f4"))
     assert len(piece) == len(got) == high - low
     np.testing.assert_array_equal(got, THREE.pack(arrays)[low:high])
 
 
 def test_a_piece_knows_its_parts_of_arrays():
-    assert Piece(THREE, 1, 11).parts == [(0, 1, 0, 3), (2, 0, 7, 3)]
-    assert Piece(THREE, 4, 8).parts == []
-    assert Piece(THREE, 9, 12).parts == [(2, 1, 0, 3)]
+    assert BucketRange(THREE, 1, 11).parts == [(0, 1, 0, 3), (2, 0, 7, 3)]
+    assert BucketRange(THREE, 4, 8).parts == []
+    assert BucketRange(THREE, 9, 12).parts == [(2, 1, 0, 3)]
 
 
 def test_a_piece_of_one_array_is_a_view():
     arrays = [np.arange(4.0), np.zeros(0), np.arange(6.0)]
     scratch = np.zeros(14)
     for low, high, index in ((0, 4, 0), (1, 3, 0), (8, 14, 2), (9, 12, 2)):
-        assert np.shares_memory(Piece(THREE, low, high).of(arrays, scratch), arrays[index])
+        assert np.shares_memory(BucketRange(THREE, low, high).of(arrays, scratch), arrays[index])
     for low, high in ((2, 10), (0, 5), (4, 8), (7, 14)):
-        assert np.shares_memory(Piece(THREE, low, high).of(arrays, scratch), scratch)
+        assert np.shares_memory(BucketRange(THREE, low, high).of(arrays, scratch), scratch)
 
 
 def test_groups_share_a_bucket_whatever_their_size():

@@ -137,7 +137,7 @@ def test_numbers_travel_again_after_a_notice(monkeypatch, nodes):
 
     def work(comm):
         options = _engine.OpOptions(_engine.ReduceOp.SUM)
-        plan = _engine.PlanOptions(2**20, counts_updates=True)
+        plan = _engine.BucketOptions(2**20, counts_updates=True)
         for count in COUNTS:
             mine = np.ones(count, np.float32)
             fused = _engine.FusedAllreduce(comm, ["a"], [((count,), mine.dtype)], options, plan)
