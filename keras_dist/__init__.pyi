@@ -214,20 +214,20 @@ from .runtime.build_info import (
 from .runtime.build_info import (
     rocm_built as rocm_built,
 )
+from .runtime.job import (
+    local_rank as local_rank,
+)
+from .runtime.job import (
+    rank as rank,
+)
+from .runtime.job import (
+    size as size,
+)
 from .runtime.process_sets import (
     ProcessSet as ProcessSet,
 )
 from .runtime.process_sets import (
     global_process_set as global_process_set,
-)
-from .runtime.script_ranks import (
-    local_rank as local_rank,
-)
-from .runtime.script_ranks import (
-    rank as rank,
-)
-from .runtime.script_ranks import (
-    size as size,
 )
 from .training.adapting import (
     adapt as adapt,

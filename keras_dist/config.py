@@ -16,6 +16,16 @@ from keras_dist import errors
 __all__ = ["VARIABLES", "Settings", "Variable", "parse", "settings"]
 
 PREFIX = "KERAS_DIST_"
+START_AGAIN = (
+    "keras-dist run --max-restarts 3 starts a job again, and with --host-discovery-script on the "
+    "hosts that there are then; it goes on from BackupAndRestore(..., memory=True)."
+)
+_LEFT = {
+    "KERAS_DIST_JOIN_DIRECTORY": "",
+    "KERAS_DIST_JOINS": "",
+    "KERAS_DIST_MAX_NP": "",
+    "KERAS_DIST_ON_FAILURE": "replace",
+}  # variables that have left with their feature: names, and the one value that has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,42 +183,18 @@ VARIABLES = (
     ),
     Variable(
         "on_failure",
-        _one_of("stop", "continue", "replace"),
+        _one_of("stop", "continue"),
         "stop",
         "Reaction to the death of a rank. `stop`: the job ends. `continue`: the other ranks "
-        "continue, if MPI supports it. `replace`: they continue, and a new rank joins them in "
-        "`fit`.",
-        "stop, continue or replace",
-    ),
-    Variable(
-        "join_directory",
-        str,
-        "",
-        "Directory in which the job announces itself, so that ranks can join it with "
-        "`keras-dist join`. Empty: no rank can join.",
-        "a path",
-    ),
-    Variable(
-        "joins",
-        _flag,
-        "0",
-        "1: this process joins the job of `KERAS_DIST_JOIN_DIRECTORY`. `keras-dist join` sets it.",
-        "0 or 1",
+        "continue, if MPI supports it.",
+        "stop or continue",
     ),
     Variable(
         "min_np",
         _integer,
         "0",
-        "Least number of ranks in `fit` of a job whose ranks change. 0: no limit. "
+        "Least number of ranks in `fit` of a job that continues when ranks die. 0: no limit. "
         "`keras-dist run --min-np` sets it.",
-        "a whole number, 0 or more",
-    ),
-    Variable(
-        "max_np",
-        _integer,
-        "0",
-        "Greatest number of ranks of a job that ranks can join: further ones are refused. 0: no "
-        "limit. `keras-dist run --max-np` sets it.",
         "a whole number, 0 or more",
     ),
     Variable(
@@ -312,10 +298,7 @@ class Settings:
     stall_seconds: int
     stall_abort_seconds: int
     on_failure: str
-    join_directory: str
-    joins: bool
     min_np: int
-    max_np: int
     restart: int
     job_id: str
     memory_directory: str
@@ -342,6 +325,10 @@ def parse(environment: Mapping[str, str]) -> Settings:
         ArgumentError: the text of a variable is invalid.
     """
     known = {variable.name for variable in VARIABLES}
+    for name, value in _LEFT.items():
+        if (text := environment.get(name)) and value in ("", text):
+            expected = f"{name} to be unset: ranks do not join a job that runs"
+            raise errors.ArgumentError("[environment]", expected, repr(text), START_AGAIN)
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known:
             warnings.warn(

@@ -22,7 +22,6 @@ from keras_dist._engine.nccl.path import GpuPath, RankGpu, path_of, set_gpus
 from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.ordering.pending import set_completion
 from keras_dist._engine.ordering.ticket import Handle
-from keras_dist._engine.recovery.admission import admit, check_admits
 from keras_dist._engine.recovery.retry import Retry
 from keras_dist._engine.rpc import RpcService
 from keras_dist._engine.shm import wait
@@ -51,9 +50,7 @@ __all__ = [
     "Retry",
     "RpcService",
     "UnlikeGradients",
-    "admit",
     "best_bucket_nbytes",
-    "check_admits",
     "clock_offset",
     "collectives",
     "entries_of",

@@ -14,8 +14,7 @@ The order of callbacks matters. `keras_dist.callbacks()` returns them in this or
    run collectives.
 4. `AverageStatisticsCallback`: makes statistics equal before validation and checkpoints.
 5. `MetricAverageCallback`: later callbacks see metrics of all ranks and decide alike.
-6. `GoOnWithoutLostRanks` or `AdmitRanks`, optional: the former prints averaged metrics, the
-   latter restores the fit before the user's callbacks.
+6. `GoOnWithoutLostRanks`, optional: prints averaged metrics.
 7. `Throughput`, optional: reduces its own numbers, therefore after the averaging.
 8. `ProgressCallback`: publishes progress to `keras-dist top`.
 9. `LearningRateWarmupCallback`, optional: before the user's schedules, which may take over
@@ -44,7 +43,6 @@ from keras_dist.callbacks.batches import VerifyBatches
 from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from keras_dist.callbacks.checkpoint import BestModelCheckpoint, ModelCheckpoint
 from keras_dist.callbacks.console import RootConsoleCallback
-from keras_dist.callbacks.joining import REACTIONS, AdmitRanks
 from keras_dist.callbacks.learning_rate import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
@@ -61,10 +59,8 @@ from keras_dist.callbacks.survival import GoOnWithoutLostRanks
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.uneven import UnevenDataCallback
 from keras_dist.callbacks.verification import VerifyReplicas
-from keras_dist.runtime import growth
 
 __all__ = [
-    "AdmitRanks",
     "AgreeOnStoppingCallback",
     "AverageStatisticsCallback",
     "BackupAndRestore",
@@ -121,8 +117,7 @@ def callbacks(
         uneven: behavior if a rank runs out of data before others: `"continue"`, `"stop"` or
             `"error"`, see `UnevenDataCallback`. Defaults to `"continue"`.
         on_failure: behavior if a rank dies. `"continue"`: the remaining ranks go on, see
-            `GoOnWithoutLostRanks`. `"replace"`: they go on, and a new rank joins them, see
-            `AdmitRanks`. `"stop"`: the job ends. Defaults to `None`, the value of
+            `GoOnWithoutLostRanks`. `"stop"`: the job ends. Defaults to `None`, the value of
             `KERAS_DIST_ON_FAILURE`, or `"stop"` if it is not set.
         share_out: when the remaining ranks take over the data of a dead rank: `"next epoch"` or
             `"at once"`, see `GoOnWithoutLostRanks`. Defaults to `"next epoch"`.
@@ -144,11 +139,7 @@ def callbacks(
         AverageStatisticsCallback(),
         MetricAverageCallback(root_rank=root_rank),
     ]
-    reaction = _reaction_to_failure(on_failure, root_rank)
-    replaces = reaction == "replace" and runtime.can_survive_rank_loss()
-    if growth.takes_joiners() or replaces:
-        made.append(AdmitRanks(reaction))
-    elif reaction != "stop":
+    if _goes_on(on_failure, root_rank):
         made.append(GoOnWithoutLostRanks(share_out=share_out))
     if throughput:
         made.append(Throughput())
@@ -172,16 +163,18 @@ def callbacks(
     return made
 
 
-def _reaction_to_failure(on_failure: str | None, root_rank: int) -> str:
+def _goes_on(on_failure: str | None, root_rank: int) -> bool:
     choice = on_failure or config.settings().on_failure
-    if choice not in REACTIONS:
-        expected = "on_failure to be 'stop', 'continue', 'replace' or None"
+    if choice not in ("stop", "continue"):
+        expected = "on_failure to be 'stop', 'continue' or None"
         remedy = "Omit on_failure to end the job when a rank dies."
+        if choice == "replace":
+            remedy = f"Omit it: {config.START_AGAIN}"
     elif choice != "stop" and root_rank != 0:
         expected, choice = f"root_rank=0 with on_failure={choice!r}", f"root_rank={root_rank}"
         remedy = "Use root_rank=0: when a rank dies, the remaining ranks are renumbered from 0."
     else:
-        return choice
+        return choice == "continue"
     raise errors.ArgumentError(runtime.where(), expected, repr(choice), remedy)
 
 
@@ -190,6 +183,12 @@ class _CallablePackage(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[keras.callbacks.Callback]:
         return callbacks(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        text = f"module {self.__name__!r} has no attribute {name!r}."
+        if name == "AdmitRanks":
+            text += f" Ranks do not join a job that runs. {config.START_AGAIN}"
+        raise AttributeError(text)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

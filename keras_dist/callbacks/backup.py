@@ -30,7 +30,6 @@ from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 from keras_dist.training import model_arrays
 from keras_dist.training.model_state import accumulators, has_weights, optimizers_of
-from keras_dist.training.ranks_change import is_resuming
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
 from keras_dist.training.sharded_state import gathered
 
@@ -111,9 +110,6 @@ class BackupAndRestore(ListMember, KerasBackup):
     ```
     """
 
-    #: whether a backup is in memory, from which a fit goes on when the ranks have changed
-    in_memory = False
-
     def __init__(
         self, backup_dir: Any, *args: Any, root_rank: int = 0, memory: bool = False, **kwargs: Any
     ):
@@ -138,14 +134,12 @@ class BackupAndRestore(ListMember, KerasBackup):
     def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Finds the backup before other callbacks change their files."""
         self._fit = FitState(callbacks, self.root_rank)
-        self._copy = self._copies.find(searches=not self._is_left_out())
+        self._copy = self._copies.find()
         resumes = self._on_root(self._find, "to find the backup in", versioned_backups.REMEDY)
-        self._fit.agree(resumes and not self._is_left_out())
+        self._fit.agree(resumes)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the backup on all ranks, if the root has one."""
-        if self._is_left_out():
-            return
         optimizer = self.model.optimizer
         if has_weights(self.model) and optimizer is not None and not optimizer.built:
             # As on torch, JAX and several ranks: the saved state must not depend on the job's size.
@@ -209,10 +203,6 @@ class BackupAndRestore(ListMember, KerasBackup):
                 "Remove it by hand.",
             )
         self._copies.remove()
-
-    def _is_left_out(self) -> bool:
-        """Returns whether the fit goes on from what another callback has in memory."""
-        return is_resuming() and not self.in_memory
 
     def save_now(self) -> bool:
         """Writes a backup of the current step, unless it is written already.

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from keras_dist.data.blocks import (
     GlobalBlockShard,
     ordered_blocks,
     remaining_shard,
-    rows_of,
     unread_pieces,
 )
 from keras_dist.data.epochs import Epochs
@@ -94,13 +93,7 @@ class BlockBatches:
         rows = [_concatenated(arrays) for arrays in zip(*parts, strict=True)]
         return mapped(lambda _: rows.pop(0), self.example)
 
-    def reshard(
-        self,
-        rank: int,
-        size: int,
-        position: tuple[int, int] | None,
-        behind: Collection[int] = (),
-    ) -> None:
+    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
         """Distributes the data over other ranks, from a batch or from the next epoch on."""
         if self._plan_among is None or (
             position is None and (rank, size) == (self.plan.rank, self.plan.size)
@@ -111,24 +104,12 @@ class BlockBatches:
             if position is not None and position[1] < self.plan.steps:
                 epoch, step = position
                 everyone = [self._portion_of(rank, epoch) for rank in range(self.plan.size)]
-                pieces = unread_pieces(everyone, step, behind)
+                pieces = unread_pieces(everyone, step)
                 rest = remaining_shard(everyone[0], pieces, rank, size, step)
                 shares[epoch] = dataclasses.replace(rest, previous=self._portion(epoch))
             self.plan = self._plan_among(rank, size)
             self._portions = shares
             self._windows.clear()
-
-    def suffices(self, size: int, position: tuple[int, int] | None) -> bool:
-        """Returns whether each of `size` ranks would have a row in each step from now on."""
-        steps = self.plan.steps
-        enough = self._cut.total >= size * steps
-        if position is not None and position[1] < steps:
-            epoch, step = position
-            with self.lock:
-                everyone = [self._portion_of(rank, epoch) for rank in range(self.plan.size)]
-                left = len(rows_of(unread_pieces(everyone, step)))
-            enough = enough and left >= size * (steps - step)
-        return enough
 
     def _portion_of(self, rank: int, epoch: int) -> BlockShard:
         """Returns the shard of one of the previous ranks, perhaps dead."""

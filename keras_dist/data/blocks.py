@@ -9,7 +9,7 @@ number of rows and the sizes of the batches of a rank.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -193,17 +193,16 @@ def rows_of(pieces: Pieces) -> np.ndarray:
     return np.concatenate([np.empty(0, np.int64), *(np.arange(*piece) for piece in pieces)])
 
 
-def unread_pieces(shares: Sequence[BlockShard], step: int, behind: Collection[int] = ()) -> Pieces:
+def unread_pieces(shares: Sequence[BlockShard], step: int) -> Pieces:
     """Returns the pieces that no rank has read before a step, in order."""
-    first = [step - (rank in behind) for rank in range(len(shares))]
     windows = range(max(share.rounds for share in shares) + 1)
     return np.concatenate(
-        [piece for window in windows for piece in _unread_of(window, shares, first)]
+        [piece for window in windows for piece in _unread_of(window, shares, step)]
     )
 
 
-def _unread_of(window: int, shares: Sequence[BlockShard], first: Sequence[int]) -> list[Pieces]:
-    left = [share.rows_left(window, step) for share, step in zip(shares, first, strict=True)]
+def _unread_of(window: int, shares: Sequence[BlockShard], step: int) -> list[Pieces]:
+    left = [share.rows_left(window, step) for share in shares]
     # The rows of the ranks alternate in a window.
     interleaved = isinstance(shares[0], GlobalBlockShard)
     return [_as_pieces(np.sort(rows_of(np.concatenate(left))))] if interleaved else left

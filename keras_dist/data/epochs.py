@@ -12,17 +12,16 @@ import hashlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 Positions = dict[str, tuple[int, int]]
-Distribution = tuple[int, Positions, tuple[int, ...]]  # size, positions, who is behind
 
 
 class Reshardable(Protocol):
-    """Data that can be distributed again after ranks have died or joined."""
+    """Data that can be distributed again after ranks have died."""
 
     lock: threading.RLock  # held while a batch is read
 
@@ -30,17 +29,8 @@ class Reshardable(Protocol):
     def position(self) -> tuple[int, int]:
         """Epoch and step of the first batch that this rank has not requested."""
 
-    def reshard(
-        self,
-        rank: int,
-        size: int,
-        position: tuple[int, int] | None,
-        behind: Collection[int] = (),
-    ) -> None:
-        """Distributes the data over other ranks, see `epochs.reshard`."""
-
-    def suffices(self, size: int, position: tuple[int, int] | None) -> bool:
-        """Returns whether each of `size` ranks would have a sample in each step from now on."""
+    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
+        """Distributes the data over other ranks, from a batch or from the next epoch on."""
 
 
 class Epochs:
@@ -85,7 +75,6 @@ _fit_arguments: Mapping[str, Any] = {}
 _everywhere = True
 _awaits_steps = False
 _equal_batches = False
-_history: list["Distribution"] = []
 
 
 def register(part: Any, epochs: Epochs | None) -> None:
@@ -183,46 +172,13 @@ def positions() -> dict[str, tuple[int, int]]:
     return {name: data.position for name, data in _reshardable()}
 
 
-def reshard(
-    rank: int,
-    size: int,
-    read: Sequence[Mapping[str, tuple[int, int]]] = (),
-    behind: Sequence[int] = (),
-) -> None:
+def reshard(rank: int, size: int, read: Sequence[Positions] = ()) -> None:
     """Distributes all live data sets that support it over other ranks."""
     latest: Positions = {}
     for positions in read:
         latest |= {name: max(at, latest.get(name, at)) for name, at in positions.items()}
-    if latest or not _history or _history[-1] != (size, {}, ()):
-        _history.append((size, latest, tuple(behind)))
     for name, data in _reshardable():
-        data.reshard(rank, size, latest.get(name), behind)
-
-
-def history() -> list[Distribution]:
-    """Returns the number of ranks, the positions, and who was `behind`, of each `reshard`."""
-    return list(_history)
-
-
-def replay(found: Sequence[Distribution]) -> None:
-    """Distributes the data of a new rank as the other ranks have, see `history`."""
-    for size, read, behind in found:
-        reshard(0, size, [read], behind)
-
-
-def position_in_training(number_by_name: Mapping[str, int], step: int) -> Positions:
-    """Returns the position of the training data, if it can be distributed again."""
-    training = current()
-    return {
-        name: (number_by_name.get(name, epochs.number), step)
-        for name, epochs in _named()
-        if epochs is training and epochs.data() is not None
-    }
-
-
-def suffice(size: int, read: Positions) -> bool:
-    """Returns whether the data suffices for a number of ranks, in each step from now on."""
-    return all(data.suffices(size, read.get(name)) for name, data in _reshardable())
+        data.reshard(rank, size, latest.get(name))
 
 
 def _reshardable() -> Iterator[tuple[str, Reshardable]]:

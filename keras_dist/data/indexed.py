@@ -6,7 +6,7 @@ Independent of frameworks.
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -128,13 +128,7 @@ class Batches:
         """The possible numbers of samples of a batch; empty if they may change."""
         return set(self.plan.sizes()) if self._plan_among is None else set()
 
-    def reshard(
-        self,
-        rank: int,
-        size: int,
-        position: tuple[int, int] | None,
-        behind: Collection[int] = (),
-    ) -> None:
+    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
         """Distributes the data over other ranks, from a batch or from the next epoch on."""
         if self._plan_among is None or (
             position is None and (rank, size) == (self.plan.rank, self.plan.size)
@@ -143,23 +137,13 @@ class Batches:
         with self.lock:
             if position is not None and position[1] < self.plan.steps:
                 epoch, step = position
-                unread = [(other, step - (other in behind)) for other in range(self.plan.size)]
-                left = np.concatenate([self._left(other, epoch, at) for other, at in unread])
+                unread = [self._left(other, epoch, step) for other in range(self.plan.size)]
+                left = np.concatenate(unread)
                 rest = Rest(rank, size, left, step, self.plan.steps, self._indices_by_step(epoch))
                 self._rest = epoch, rest
             self.plan = self._plan_among(rank, size)
             self.epochs.shapes = None  # the rest of an epoch has others
             self._cached = (-1, np.empty(0, np.int64))
-
-    def suffices(self, size: int, position: tuple[int, int] | None) -> bool:
-        """Returns whether each of `size` ranks would have a sample in each step from now on."""
-        plans = [cast(PlanFor, self._plan_among)(r, self.plan.size) for r in range(self.plan.size)]
-        left, steps = sum(plan.count for plan in plans), self.plan.steps
-        enough = left >= size * steps
-        if position is not None and position[1] < steps:
-            left = sum(len(self._left(r, *position)) for r in range(self.plan.size))
-            enough = enough and left >= size * (steps - position[1])
-        return enough
 
     def _indices_by_step(self, epoch: int) -> Callable[[int], np.ndarray]:
         """Returns the function that maps a step of an epoch to the indices of its samples."""
@@ -186,7 +170,7 @@ class Batches:
 def plan_for(
     total: int, options: ShardOptions, batch_size: int, steps: int, rank: int, size: int
 ) -> Plan:
-    """Returns the plan of a rank after ranks may have died or joined."""
+    """Returns the plan of a rank after ranks may have died."""
     first_rank = rank if size == options.size else 0
     before = dataclasses.replace(options, rank=first_rank)
     first = before.plan(total, batch_size).limited(steps)

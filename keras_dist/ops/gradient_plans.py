@@ -40,12 +40,10 @@ class GradientPlans:
             brought: which gradients these are; ranks that differ in it may adapt. Defaults to
                 `None`: the ranks compare shapes and dtypes.
         """
-        # Ranks that have joined have no plans yet, and all must make one together.
-        ranks = comm, comm.faults.joins
-        key = (ranks, tuple(names), tuple(specs), tuple(map(tuple, groups)), brought)
+        key = (comm, tuple(names), tuple(specs), tuple(map(tuple, groups)), brought)
         if key not in self._plans:
             # Plans for another communicator free their shared memory; graphs may still use theirs.
-            olds = {old: plan for old, plan in self._plans.items() if old[0] != ranks}
+            olds = {old: plan for old, plan in self._plans.items() if old[0] is not comm}
             for old, plan in olds.items():
                 plan.release()
                 if not plan.is_in_graph:

@@ -41,9 +41,6 @@ from .job import (
     local_size as local_size,
 )
 from .job import (
-    may_change_ranks as may_change_ranks,
-)
-from .job import (
     notify as notify,
 )
 from .job import (

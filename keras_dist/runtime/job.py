@@ -26,7 +26,6 @@ from keras_dist.runtime.process_sets import (
 _log = logging.getLogger("keras_dist")
 _sets: ProcessSetTable | None = None  # with the communicator of all ranks
 _detached: str | None = None  # why this process is not a rank any more
-_joins_as: startup.Place | None = None  # while this process has not joined yet
 
 
 def init(
@@ -86,8 +85,6 @@ def init(
             "as the rank, as arguments.",
         )
     _watch_forks()
-    if config.settings().joins:
-        join_as(startup.place_of_joiner())
     joined = startup.connect_ranks(comm)
     sets = ProcessSetTable(joined, comm if _engine.library.is_communicator(comm) else None)
     try:
@@ -95,7 +92,7 @@ def init(
     except errors.KerasDistError:
         sets.free()
         raise
-    startup.take_device(joined, _joins_as)
+    startup.take_device(joined)
     events.publish(events.JOB_INITIALIZED, joined)
     _sets = sets
     if joined.mpi is None and not config.settings().single_process:
@@ -106,8 +103,7 @@ def init(
         )
     if config.settings().on_failure != "stop":
         survive_rank_loss()
-    if _joins_as is None:
-        events.publish(events.JOB_STARTED, joined)
+    events.publish(events.JOB_STARTED, joined)
     exit_hooks.register_job(_all_communicators, detach)
 
 
@@ -122,22 +118,6 @@ def shutdown() -> None:
         events.publish(events.JOB_ENDING, _sets.job)
         _sets.free()
         _sets = None
-
-
-def join_as(place: startup.Place | None) -> None:
-    """Sets the place that a script sees until this process has joined; `None`: it has joined."""
-    global _joins_as
-    _joins_as = place
-
-
-def joins_as() -> startup.Place | None:
-    """Returns the place that a script sees until this process has joined a job, see `growth`."""
-    return _joins_as
-
-
-def renumber() -> None:
-    """Tells the global process set of the ranks of the job, which have changed."""
-    _process_sets().renumber()
 
 
 def detach(reason: str) -> None:
@@ -238,11 +218,6 @@ def find_process_set(group: Sequence[Ranks]) -> ProcessSet | None:
 def can_survive_rank_loss() -> bool:
     """Returns whether MPI lets this rank continue when others die."""
     return communicator().size > 1 and _engine.library.survives_process_death()
-
-
-def may_change_ranks() -> bool:
-    """Returns whether the ranks of the job may change, because ranks die or join."""
-    return can_survive_rank_loss() or bool(config.settings().join_directory)
 
 
 def survive_rank_loss() -> None:

@@ -30,12 +30,6 @@ class ProcessSetTable:
         global_process_set._bind(GLOBAL, job.ranks, job, job, (GLOBAL,))
         global_process_set.mpi_comm = mpi_comm
 
-    def renumber(self) -> None:
-        """Makes the global set that of the ranks of the job, which have changed."""
-        ranks = self.job.ranks
-        self._ranks[GLOBAL] = tuple(ranks)
-        global_process_set._bind(GLOBAL, ranks, self.job, self.job, (GLOBAL,))
-
     def communicator(self, process_set: Any) -> _engine.Communicator:
         """Returns the communicator of a set."""
         return check_process_set(process_set, self.job.where())._communicator_in(self.job)

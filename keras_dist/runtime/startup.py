@@ -7,7 +7,6 @@ with each other, before any data is exchanged.
 import atexit
 import collections
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
@@ -16,8 +15,7 @@ from typing import Any
 
 from keras_dist import _backends, _engine, _gpu, config, errors
 from keras_dist.runtime import launch_environment
-from keras_dist.runtime.host_check import compare_hosts, versions
-from keras_dist.runtime.job_directory import JobDirectory
+from keras_dist.runtime.host_check import compare_hosts
 
 ALIKE = (
     "bucket_nbytes",
@@ -36,40 +34,6 @@ ALIKE = (
 )  # the settings that must be equal on all ranks
 
 _log = logging.getLogger("keras_dist")
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The place of a process that has not joined the job yet, as its script sees it."""
-
-    rank: int
-    size: int
-    local_rank: int
-
-
-def place_of_joiner() -> Place:
-    """Returns the place of this process, which joins the job of `KERAS_DIST_JOIN_DIRECTORY`."""
-    directory = config.settings().join_directory
-    found = JobDirectory(directory)
-    about = found.job() if directory else None
-    local_rank = None
-    if about is not None:
-        local_rank = found.claim(about["hosts"].count(os.uname().nodename))
-    if about is None or local_rank is None:
-        raise errors.LaunchError(
-            "[keras_dist.init]",
-            "a running job to join, in KERAS_DIST_JOIN_DIRECTORY",
-            f"no job in {directory!r}",
-            "Pass the directory of the job to keras-dist join, after its training has begun.",
-        )
-    return Place(about["size"] - 1, about["size"], local_rank)
-
-
-def facts_of_joiner(mpi: Any) -> dict[str, str]:
-    """Returns what must be equal on all ranks: versions, and the settings of `ALIKE`."""
-    settings = config.settings()
-    alike = {config.PREFIX + name.upper(): str(getattr(settings, name)) for name in ALIKE}
-    return {**versions(mpi), **alike}
 
 
 def connect_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
@@ -97,13 +61,11 @@ def connect_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     return joined
 
 
-def take_device(comm: _engine.Communicator, place: Place | None = None) -> None:
+def take_device(comm: _engine.Communicator) -> None:
     """Pins this rank's GPU and sizes thread pools to its share of the cores."""
     backends = _backends.in_use()
     settings = config.settings()
     local_rank, local_size = comm.topology.local_rank, comm.topology.local_size
-    if place is not None:
-        local_rank, local_size = place.local_rank, place.local_rank + 1
     if settings.pin_device:
         for backend in backends:
             warning = backend.pin_device(local_rank, local_size)
@@ -118,17 +80,9 @@ def take_device(comm: _engine.Communicator, place: Place | None = None) -> None:
         # `launch_environment.limit_threads` has guessed at import; the user has not chosen.
         override = settings.threads > 0 or launch_environment.has_sized_threads()
         count = settings.threads or cores[comm.rank]
-        if place is not None and not settings.threads:
-            count = max(1, count // local_size)
         launch_environment.limit_threads(count)
         for backend in backends:
             backend.limit_threads(count, override)
-
-
-def split_devices(comm: _engine.Communicator) -> None:
-    """Tells all ranks the GPUs and cores of each, after ranks have joined. Collective; blocks."""
-    _split_gpus(comm, _backends.in_use())
-    comm.fewest_cores = min(_cores_of_ranks(comm))
 
 
 def _split_gpus(comm: _engine.Communicator, backends: Sequence[Any]) -> None:

@@ -40,13 +40,13 @@ class MemoryCopies:
         self._intact: Path | None = None  # on this node: the newest copy known intact
         self._lost = ""  # names of copies that could not be brought to the root
 
-    def find(self, searches: bool = True) -> Path | None:
+    def find(self) -> Path | None:
         """Returns, on the root, the path of the newest intact copy, fetched from another node.
 
         Returns `None` on other ranks, and if there is no copy.
         """
         self._name = self._on_root(self._choose_name) if self._wanted else ""
-        if not (self._name and searches):
+        if not self._name:
             return None
         self._lost, self._intact = "", self._newest() if self._is_keeper() else None
         mine = None if self._intact is None else _copy_of(self._intact)

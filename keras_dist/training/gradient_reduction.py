@@ -87,9 +87,8 @@ class GradientReduction:
 
     def _forms_for_graph(self, comm: _engine.Communicator, own: RankGradients) -> Any:
         """Compares only once: ranks may trace a step again at different times."""
-        ranks = comm, comm.faults.joins
-        if ranks != self._compared_by:
-            self._compared_by, self._compared = ranks, {}
+        if comm is not self._compared_by:
+            self._compared_by, self._compared = comm, {}
         key = own.keys, own.forms
         if key not in self._compared:
             self._compared[key] = self._compare(comm, own)

@@ -32,9 +32,6 @@ def check_shardable(optimizer: Any, options: ReductionOptions, where: str) -> No
     if settings.on_failure != "stop":
         received = f"KERAS_DIST_ON_FAILURE={settings.on_failure}"
         _refuse(where, "that the job ends if a rank dies, with its slice", received, remedy)
-    if settings.join_directory:
-        received = f"KERAS_DIST_JOIN_DIRECTORY={settings.join_directory}"
-        _refuse(where, "that no ranks join, as slices do not move", received, remedy)
 
 
 def check_gradients_shardable(optimizer: Any, options: ReductionOptions, where: str) -> None:

@@ -25,7 +25,6 @@ from keras_dist.training.fit_plan import agree_on_fit
 from keras_dist.training.global_losses import Step, with_rows, within
 from keras_dist.training.loss_scaling import move_outwards
 from keras_dist.training.model_state import SKIPPING, optimizers_of
-from keras_dist.training.ranks_change import again_if_ranks_change
 from keras_dist.training.tasks import as_task, is_evaluated_together
 from keras_dist.training.traced_steps import renew_steps
 
@@ -60,9 +59,8 @@ def watch_models() -> None:
         # A step that was traced before the optimizer was wrapped, or for another communicator,
         # has no reduction or an outdated one.
         reductions = [
-            (optimizer._keras_dist, comm, 0 if comm is None else comm.faults.joins)
+            (optimizer._keras_dist, optimizer._keras_dist.communicator())
             for optimizer in optimizers
-            for comm in [optimizer._keras_dist.communicator()]
         ]
         has_equal_batches = epochs.has_equal_batches(self)
         traced_for = [*reductions, has_equal_batches]
@@ -71,7 +69,7 @@ def watch_models() -> None:
             renew_steps(self)
         force = force or before != traced_for
         for_host: Any = contextlib.nullcontext()
-        if any(comm is not None for _, comm, _ in reductions):
+        if any(comm is not None for _, comm in reductions):
             backend = _backends.active()
             check_undistributed(f"a model whose gradients keras_dist alone averages, {self.name!r}")
             backend.check_model(self)
@@ -154,7 +152,8 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(fit)
     position = list(signature.parameters).index("callbacks")
 
-    def once(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(fit)
+    def checked(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if epochs.is_sharded(bound.arguments["x"]) and runtime.size() > 1:
@@ -176,10 +175,6 @@ def _checked(fit: Callable[..., Any]) -> Callable[..., Any]:
             # A fit that failed while it skipped batches must not make the next fit skip them.
             if (end := model.__dict__.pop(SKIPPING, None)) is not None:
                 end()
-
-    @functools.wraps(fit)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        return again_if_ranks_change(functools.partial(once, *args, **kwargs))
 
     return checked
 

@@ -2,17 +2,12 @@
 
     python tests/faults/chaos.py --seeds 20              seeds 0 to 19
     python tests/faults/chaos.py --seed 7 --minutes 30   seeds 7, 8, ... until the time is up
-    python tests/faults/chaos.py --seeds 20 --joins      jobs that take ranks while they train
 
 Each seed draws a job: number of ranks, backend, MPI library, a fault with its rank and time (a rank
 is killed, stopped, delayed, raises, or has more data), and the reaction: `stop` ends the job,
 `restart` uses `keras-dist run --max-restarts`, `continue` trains on with the remaining ranks. The
 job must end as documented and in time, leave no processes or files, and have the right weights.
 After a restart the weights must equal those of an uninterrupted run bit for bit.
-
-With `--joins`, ranks that are killed are replaced (Open MPI), or processes join (MPICH) and a rank
-may be killed before, meanwhile or after. The job must reach its number of ranks with equal weights
-on all, or end where MPI does not survive the kill.
 """
 
 import argparse
@@ -40,8 +35,6 @@ STALL_SECONDS = 6
 KILL_AND_STOP = (
     "kill and stop"  # the remaining ranks continue, unless one is stopped: then the job ends
 )
-# Open MPI does not survive a second death at some times, see docs/reliability.md.
-NOT_SURVIVED = ("to join before another rank dies", "started to replace others to live on")
 LINES = 80  # of the output that are shown after a failure
 
 
@@ -51,7 +44,6 @@ def main(arguments=None):
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, help="how many")
     parser.add_argument("--minutes", type=float, help="no seed begins after these")
-    parser.add_argument("--joins", action="store_true", help="ranks join while the jobs train")
     options = parser.parse_args(arguments)
     if options.seeds is None and options.minutes is None:
         options.seeds = 20
@@ -60,7 +52,7 @@ def main(arguments=None):
     while options.seeds is None or seed < options.seed + options.seeds:
         if options.minutes and time.monotonic() - began > 60 * options.minutes:
             break
-        plan = draw_joins(seed) if options.joins else draw(seed)
+        plan = draw(seed)
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             wrong = run(plan, Path(folder), known)
@@ -114,35 +106,9 @@ def draw(seed):
     }
 
 
-def draw_joins(seed):
-    """Returns the job of a seed, which takes ranks while it trains."""
-    chance = random.Random(seed)
-    mode = chance.choice(["replace", "join"] if OPEN_MPI.exists() else ["join"])
-    ranks = 3 if mode == "replace" else 2
-    kills = chance.choice([1, 1, 2] if mode == "replace" else [0, 0, 1])
-    words = ["kill", "kill when complete"] if mode == "join" else ["kill"]
-    faults = [
-        (rank, chance.choice(words), chance.randint(1, 12), chance.choice([0, 2, 20, 100]))
-        for rank in chance.sample(range(ranks), kills)
-    ]
-    joins = sorted(chance.choices(range(1, 12), k=chance.randint(1, 2))) if mode == "join" else []
-    return {
-        "mode": mode,
-        "kind": " and ".join([*["join"] * len(joins), *["kill"] * kills]),
-        "ranks": ranks,
-        "faults": faults,
-        "joins": joins,
-        "uneven": None,
-        "epochs": 1000,
-        "backend": chance.choice(["tensorflow", "torch", "jax"]),
-        "open_mpi": mode == "replace",
-    }
-
-
 def describe(plan):
     mpi = "Open MPI" if plan["open_mpi"] else "MPICH"
     what = [f"{word} rank {rank} at {at}" for rank, word, at, _ in plan["faults"]]
-    what += [f"a process starts at {at}" for at in plan.get("joins", ())]
     what = ", ".join(what) or "more data on some"
     return f"{plan['mode']}, {plan['ranks']} ranks, {plan['backend']}, {mpi}: {what}"
 
@@ -159,10 +125,8 @@ def run(plan, folder, known):
     if left:
         return f"left over: {left}\n{printed}"
     kind = plan["kind"]
-    must_end = (
-        kind == KILL_AND_STOP
-        or (plan["mode"] == "stop" and kind in ("kill", "stop", "raise"))
-        or (plan["mode"] == "join" and plan["faults"])
+    must_end = kind == KILL_AND_STOP or (
+        plan["mode"] == "stop" and kind in ("kill", "stop", "raise")
     )
     struck = folder / "fault"
     if plan["faults"] and not struck.exists():
@@ -176,10 +140,6 @@ def run(plan, folder, known):
         late = gone_at - struck_at
         limit = END_SECONDS + (STALL_SECONDS if "stop" in kind else 0)
         return None if late < limit else f"the end took {late:.0f} s\n{printed}"
-    if plan["mode"] == "replace" and len(plan["faults"]) == 2 and code != 0:
-        return (
-            None if any(reason in printed for reason in NOT_SURVIVED) else f"no reason\n{printed}"
-        )
     if code != 0 or not end.exists():
         return f"exit code {code}\n{printed}"
     found = json.loads(end.read_text())
@@ -187,9 +147,6 @@ def run(plan, folder, known):
     if plan["mode"] == "continue":
         if found["ranks"] != [rank for rank in range(plan["ranks"]) if rank not in dead]:
             return f"ranks {found['ranks']} went on\n{printed}"
-    elif plan["mode"] in ("replace", "join"):
-        if len(found["ranks"]) != plan["ranks"] + len(plan["joins"]):
-            return f"{len(found['ranks'])} ranks at the end\n{printed}"
     elif not plan["uneven"] and found["weights"] != undisturbed(plan, known):
         return f"other weights than those of an undisturbed run\n{printed}"
     return None
@@ -214,10 +171,8 @@ def start(plan, folder):
     command += ["--stall-seconds", "2", "--stall-abort-seconds", str(STALL_SECONDS)]
     if plan["mode"] == "restart":
         command += ["--max-restarts", "2"]
-    if plan["mode"] in ("continue", "replace"):
-        command += ["--on-failure", plan["mode"]]
-    if plan["mode"] == "join":
-        command += ["--join-directory", folder / "job"]
+    if plan["mode"] == "continue":
+        command += ["--on-failure", "continue"]
     log = folder / "log"
     environment = {
         **os.environ,
@@ -250,10 +205,7 @@ def start(plan, folder):
 def leftovers(folder):
     """Returns processes and shared memory that a job left behind."""
     time.sleep(0.5)
-    found, end = pids(folder), time.monotonic() + END_SECONDS
-    # A process that was to join notices the end of the job when it has imported everything.
-    while (folder / "job").exists() and any(map(is_alive, found)) and time.monotonic() < end:
-        time.sleep(0.5)
+    found = pids(folder)
     return [pid for pid in found if is_alive(pid)] + sorted(made_by(found))
 
 

@@ -210,6 +210,20 @@ def test_the_rest_of_an_epoch_is_shared_out_at_once(ulfm_job):
     assert "seen [(48, 48), (72, 72), (96, 96)]" in ended.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.fault(
+    "a rank is killed in `fit` with `on_failure=continue`, and fewer are left than the job needs "
+    "(`--min-np`)",
+    "the job ends at the begin of the next epoch with the reason, exit code not 0",
+    within=15,
+)
+def test_a_job_with_too_few_ranks_ends(ulfm_job):
+    how = {"timeout": 150, "KERAS_BACKEND": "torch", "KERAS_DIST_MIN_NP": "2"}
+    ended = ulfm_job(2, "surviving_fit.py", "with_too_few_ranks", **how)
+    assert ended.returncode != 0
+    assert "at least 2 ranks (--min-np). Received: 1: others have died" in ended.stdout
+
+
 @pytest.mark.fault(
     "the root is killed while a client watches the job, with `on_failure=continue`",
     "the next root serves the remaining ranks",

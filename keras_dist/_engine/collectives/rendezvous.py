@@ -60,8 +60,6 @@ def rendezvous(
     Collective: every rank of `comm`; blocks. If some ranks have joined and the others agree,
     `comm.faults.joined` is set, and the operation runs without the ranks that have joined.
     """
-    if notices:
-        comm.faults.update_size = comm.size
     if comm.size == 1:
         return False
     _of_thread.count += 1

@@ -13,10 +13,6 @@ class FaultState:
 
     retry: Any = None
     losses: int = 0
-    update_size: int = 0
-    spawned: frozenset[int] = frozenset()
-    endures: bool = True
-    joins: int = 0
     changes: int = 0
     mismatch: str | None = None
     joined: JoinedRanks | None = None

@@ -13,7 +13,6 @@ ULFM = "OMPI_MCA_mpi_ft_enable"  # set by Open MPI's mpiexec
 
 _failure: str | None = None
 _is_ours_to_end = False
-_leaves: Any = None  # instead of MPI_Finalize
 
 
 def load_mpi() -> Any | None:
@@ -69,25 +68,8 @@ def survives_process_death() -> bool:
 def stop_mpi() -> None:
     """Finalises MPI at the end of a rank, if it was loaded here. Collective: every rank."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    if _leaves is not None:
-        _leaves(None, 0)
-        return
     if _is_ours_to_end and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-
-
-def leave_without_finalizing() -> bool:
-    """Makes `stop_mpi` leave Open MPI's runtime (PMIx) without MPI_Finalize.
-
-    MPI_Finalize exchanges messages within each communicator that has spawned ranks, and waits
-    forever for those that have died.
-    """
-    global _leaves
-    maps = Path("/proc/self/maps")
-    paths = re.findall(r"/\S*/libpmix\.so\S*", maps.read_text()) if maps.exists() else []
-    with contextlib.suppress(OSError, AttributeError, IndexError):
-        _leaves = ctypes.CDLL(paths[0]).PMIx_Finalize
-    return _leaves is not None
 
 
 def unlink_mpich_memory() -> None:

@@ -64,7 +64,6 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
 
     If another rank dies meanwhile, all start again without it.
     """
-    _check_survivable(comm)
     if comm.subsets:
         raise errors.RankLostError(
             comm.where(),
@@ -92,8 +91,6 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
             fine = False
         complete = _agree(comm.mpi, shrunk, fine)
     gone = _missing(comm.mpi, before, shrunk)
-    left = [rank for rank in range(before.Get_size()) if rank not in gone]
-    comm.faults.spawned = frozenset(map(left.index, comm.faults.spawned - {*gone}))
     comm.faults.losses += len(gone)
     comm.faults.changes += 1
     # Ranks may have counted differently when the rank died.
@@ -106,24 +103,6 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
             "continue, renumbered in their order."
         )
     return found
-
-
-def _check_survivable(comm: "Communicator") -> None:
-    if not comm.faults.spawned:
-        return
-    dead = set() if comm.node is None else {*comm.ranks_of_node(comm.node.dead())}
-    failed = comm.world.Get_failed()
-    dead.update(failed.Translate_ranks(None, comm.topology.world.Get_group()))
-    failed.Free()
-    lost = sorted(dead & comm.faults.spawned if comm.faults.endures else dead)
-    if lost or not comm.faults.endures:
-        raise errors.RankLostError(
-            comm.where(),
-            "ranks that were started to replace others to live on",
-            f"{have(lost)} died" if lost else "a rank has died",
-            "Open MPI does not continue after the death of a rank that it has spawned. Start "
-            "the job again from its backup; keras-dist run --max-restarts does.",
-        )
 
 
 def _agree(mpi: Any, world: Any, fine: bool) -> bool:

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from keras_dist import errors
+from keras_dist import config, errors
 from keras_dist._version import __version__
 
 __all__ = ["main"]
@@ -17,7 +17,6 @@ COMMANDS = {
     "bench": "measure the cost of gradient reductions, and predict it for a model",
     "doctor": "check whether jobs can run here, with remedies",
     "export": "write a sharded checkpoint as one .keras file",
-    "join": "add a rank to a running job",
     "migrate": "convert a Horovod script",
     "run": "start a job, and restart it after a failure",
     "run-notebook": "run a notebook on all ranks",
@@ -31,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="keras-dist", description="Keras training on many ranks.")
     parser.add_argument("--version", action="version", version=f"keras_dist {__version__}")
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["join"]:
+        parser.error(f"ranks do not join a job that runs. {config.START_AGAIN}")
     commands = parser.add_subparsers(required=True)
     for name, meaning in COMMANDS.items():
         if words[:1] == [name]:

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_dist import config
+
 
 @dataclasses.dataclass(frozen=True)
 class Option:
@@ -72,6 +74,14 @@ def _setting(text: str) -> str:
     if not name.isidentifier() or not name.isascii():
         raise argparse.ArgumentTypeError(f"expected NAME or NAME=VALUE: {text!r}")
     return text
+
+
+def _left(text: str) -> str:
+    raise argparse.ArgumentTypeError(f"ranks do not join a job that runs. {config.START_AGAIN}")
+
+
+def _reaction(text: str) -> str:
+    return _left(text) if text == "replace" else text
 
 
 HOST_OPTIONS = (
@@ -141,21 +151,15 @@ OPTIONS = (
         "--on-failure",
         "reaction to the death of a rank: `stop` ends the job, `restart` restarts it (see "
         "--max-restarts), and `continue` sets KERAS_DIST_ON_FAILURE, so that the remaining ranks "
-        "continue; `replace` also starts a new rank (Open MPI 5 or newer)",
+        "continue (Open MPI 5 or newer)",
         "REACTION",
-        choices=("stop", "restart", "continue", "replace"),
-    ),
-    Option(
-        "--join-directory",
-        "directory in which the job announces itself, so that `keras-dist join` can add ranks "
-        "while it trains",
-        "DIRECTORY",
+        _reaction,
+        choices=("stop", "restart", "continue"),
     ),
     Option(
         "--host-discovery-script",
         "program with arguments that prints the available hosts, one per line: `h1:2`. It runs "
-        "before each start and restart of the job, without a shell; with --join-directory also "
-        "while the job runs, and processes join on further slots",
+        "before each start and restart of the job, without a shell",
         "COMMAND",
         _split,
         horovod="--host-discovery-script",
@@ -163,16 +167,14 @@ OPTIONS = (
     Option(
         "--min-np",
         "minimum number of ranks. A host discovery script runs again until there are enough slots "
-        "(-np, or 1). With --on-failure continue or replace the job ends in `fit` when fewer are "
-        "left",
+        "(-np, or 1). With --on-failure continue the job ends in `fit` when fewer are left",
         "N",
         _number(1),
         horovod="--min-np --min-num-proc",
     ),
     Option(
         "--max-np",
-        "maximum number of ranks: with a host discovery script at each start (-np, or all slots), "
-        "with --join-directory also while the job runs",
+        "maximum number of ranks at each start, with a host discovery script (-np, or all slots)",
         "N",
         _number(1),
         horovod="--max-np --max-num-proc",
@@ -232,6 +234,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds all options to a parser."""
     for option in OPTIONS:
         option.add_to(parser)
+    parser.add_argument("--join-directory", type=_left, help=argparse.SUPPRESS)
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:

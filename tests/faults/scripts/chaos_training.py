@@ -12,17 +12,14 @@ from typing import Any
 import keras
 import numpy as np
 from faults import FOLDER as folder
-from faults import fault, send, start_joining
+from faults import fault, send
 from sklearn.datasets import load_digits
 
 import keras_dist
-from keras_dist.runtime import growth
 
 plan = json.loads(pathlib.Path(sys.argv[1]).read_text())
 keras_dist.init()
-me = "joined" if growth.is_waiting() else keras_dist.rank()
-takes_ranks = plan["mode"] in ("replace", "join")
-complete = plan["ranks"] + len(plan.get("joins", ()))
+me = keras_dist.rank()
 keras.utils.set_random_seed(7)
 ours: Any = keras_dist.callbacks
 
@@ -30,7 +27,7 @@ ours: Any = keras_dist.callbacks
 def strike(kind: str) -> None:
     """Causes the fault of this rank."""
     fault()
-    if kind.startswith("kill"):
+    if kind == "kill":
         send("SIGKILL")
     elif kind == "stop":
         send("SIGSTOP")
@@ -49,43 +46,15 @@ class Fault(keras.callbacks.Callback):
         self.updates = 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.updates += not self.kind.endswith("when complete") or keras_dist.size() == complete
+        self.updates += 1
         mark = folder / f"done-{me}"
         if self.updates != self.update or mark.exists():  # once, also after a restart
             return
         mark.touch()
-        if self.kind.startswith(("kill", "stop")):
+        if self.kind in ("kill", "stop"):
             threading.Timer(self.milliseconds / 1000, strike, [self.kind]).start()
         else:
             strike(self.kind)
-
-
-class Growth(keras.callbacks.Callback):
-    """Starts the processes that join, and ends training two epochs after there are all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.updates, self.full = 0, 0
-        self.has_lost = plan["mode"] == "join" or me == "joined"
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.updates += 1
-        if me == 0:
-            for _ in range(plan["joins"].count(self.updates)):
-                start_joining(folder / "job")
-        self.has_lost |= keras_dist.size() < complete
-        # Another process that starts gets the cores; the job trains on meanwhile.
-        time.sleep(0.02 if keras_dist.size() == complete and self.has_lost else 0.2)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.full += keras_dist.size() == complete and self.has_lost
-        self.model.stop_training = self.full == 3
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"full": self.full, "has_lost": self.has_lost}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.full, self.has_lost = state["full"], state["has_lost"]
 
 
 digits = load_digits()
@@ -109,10 +78,9 @@ model.compile(
 )
 # The last callback, because the ranks then need not agree on stopping at every batch.
 mine = [Fault(*fault) for rank, *fault in plan["faults"] if rank == me]
-first = Growth() if takes_ranks else ours.BackupAndRestore(folder / "backup")
-options = {"on_failure": plan["mode"]} if plan["mode"] in ("continue", "replace") else {}
+options = {"on_failure": "continue"} if plan["mode"] == "continue" else {}
 if not plan["uneven"]:
-    callbacks = ours(first, **options)
+    callbacks = ours(ours.BackupAndRestore(folder / "backup"), **options)
     model.fit(shared, epochs=plan["epochs"], verbose=0, callbacks=callbacks + mine)
 else:
     for batches in data:

@@ -7,7 +7,6 @@ import os
 import pathlib
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -62,19 +61,6 @@ def expect(error: type[Exception], call: Callable[..., object], *arguments: Any)
     except error as raised:
         return str(raised)
     raise SystemExit(f"no {error.__name__}")
-
-
-def start_joining(directory: object, **variables: str) -> Any:
-    """Starts this program once more, which joins the job of a directory.
-
-    It has not the variables of the MPI of this rank. Its exit code is added to the file `codes`.
-    """
-    names = ("PMI", "MPI_", "HYDRA", "MPIR_")
-    environment = {n: v for n, v in os.environ.items() if not n.startswith(names)} | variables
-    command = [sys.executable, "-m", "keras_dist.launch.cli", "join", str(directory)]
-    command = ["sh", "-c", f'"$@"; echo $? >> {FOLDER}/codes', "sh", *command]
-    command += [sys.executable, *sys.argv]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
 
 def flip(path: pathlib.Path) -> None:

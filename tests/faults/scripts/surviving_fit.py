@@ -81,4 +81,9 @@ def sharing_out_at_once() -> None:
         print("seen", [(len(epoch), len(set(epoch))) for epoch in epochs])
 
 
+def with_too_few_ranks() -> None:
+    acting = At({("batch begin", 1, 2): die} if rank == 1 else {})
+    build((4,)).fit(shard(), epochs=3, verbose=0, callbacks=ours(acting, on_failure="continue"))
+
+
 run(globals())

@@ -123,9 +123,11 @@ def test_going_on_without_a_rank_is_asked_of_open_mpi_alone(dry_run):
         ("-np 2 -x a-b true", "expected NAME or NAME=VALUE: 'a-b'"),
         ("-np 2 --mpi true", "--mpi of horovodrun does not apply. Leave it out:"),
         ("-np 2 --min-np 2 true", "Expected --min-np and --max-np with --host-discovery-script"),
-        ("-np 2 --join-directory d --min-np 3 --max-np 2 true", "--max-np of --min-np or more"),
-        ("-np 2 --join-directory d --min-np 3 true", "-np of --min-np or more. Received: 2."),
-        ("-np 4 --join-directory d --max-np 3 true", "-np of --max-np or less. Received: 4."),
+        ("--on-failure continue --min-np 3 --max-np 2 true", "--max-np of --min-np or more"),
+        ("-np 2 --on-failure continue --min-np 3 true", "-np of --min-np or more. Received: 2."),
+        ("-np 4 --on-failure continue --max-np 3 true", "-np of --max-np or less. Received: 4."),
+        ("-np 2 --join-directory d true", "--join-directory: ranks do not join a job that runs."),
+        ("-np 2 --on-failure replace true", "do not join a job that runs. keras-dist run --max-r"),
         ("-H h1 --host-discovery-script ls true", "only --host-discovery-script"),
         ("--host-discovery-script false true", "Expected false to name 1 or more slots"),
         (f"--host-discovery-script {HERE} true", "Received: Permission denied: not an executable"),
@@ -224,9 +226,8 @@ def test_a_file_that_makes_no_sense_is_refused(refuse, tmp_path, text, message):
     )
 
 
-def test_a_process_joins_through_a_private_directory_only(tmp_path, capsys):
-    tmp_path.chmod(0o755)
-    assert main(["join", str(tmp_path), sys.executable, "-c", "pass"]) == 2
-    message = capsys.readouterr().err
-    assert f"{tmp_path} to be a directory that only this user can access" in message
-    assert "mode drwxr-xr-x" in message and "chmod 700" in message
+def test_join_names_what_to_use_instead(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["join", "directory", sys.executable, "-c", "pass"])
+    message = " ".join(capsys.readouterr().err.split())
+    assert "ranks do not join a job that runs. keras-dist run --max-restarts 3 starts" in message

@@ -261,14 +261,6 @@ def test_a_disk_that_fails_does_not_prevent_copies(copies, monkeypatch):
     assert is_found(made.write(save(1)), 1)
 
 
-def test_a_fit_that_goes_on_does_not_search(copies, shared_tmp_path):
-    copies()[0].write(save(1))
-    made = MemoryCopies(shared_tmp_path / "backup", ROOT)
-    assert made.find(searches=False) is None
-    assert is_found(made.write(save(2)), 2)
-    assert is_found(copies()[1], 2)
-
-
 @pytest.mark.parametrize("node", [ROOTS_NODE, NEIGHBOUR] if len(NODES) > 1 else [ROOTS_NODE])
 def test_a_full_memory_is_a_warning(node, copies, caplog):
     made, _ = copies()

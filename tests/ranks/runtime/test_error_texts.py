@@ -229,6 +229,8 @@ def schedule():
 CALLBACKS = {
     "callbacks: uneven": lambda: keras_dist.callbacks(uneven="ignore"),
     "callbacks: on_failure": lambda: keras_dist.callbacks(on_failure="retry"),
+    "callbacks: on_failure replace": lambda: keras_dist.callbacks(on_failure="replace"),
+    "callbacks: AdmitRanks": lambda: keras_dist.callbacks.AdmitRanks(),
     "callbacks: warmup without initial_lr": lambda: keras_dist.callbacks(warmup_epochs=3),
     "callbacks: root_rank": lambda: keras_dist.callbacks(root_rank=2),
     "BroadcastGlobalVariablesCallback: root_rank": lambda: (
@@ -348,6 +350,8 @@ JOBS = {
     "KERAS_DIST_REDUCE": lambda: with_variable("KERAS_DIST_REDUCE", "read"),
     "KERAS_DIST_STALL_SECONDS": lambda: with_variable("KERAS_DIST_STALL_SECONDS", "soon"),
     "KERAS_DIST_ON_FAILURE": lambda: with_variable("KERAS_DIST_ON_FAILURE", "ignore"),
+    "KERAS_DIST_ON_FAILURE: replace": lambda: with_variable("KERAS_DIST_ON_FAILURE", "replace"),
+    "KERAS_DIST_JOIN_DIRECTORY": lambda: with_variable("KERAS_DIST_JOIN_DIRECTORY", "job"),
     "explain": lambda: raise_error(errors.explain("[here]", "one", "two", "Pass one.")),
 }
 

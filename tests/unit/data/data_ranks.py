@@ -10,8 +10,9 @@ from unittest import mock
 import keras
 import numpy as np
 
+from keras_dist import _engine
 from keras_dist.data import consistency
-from keras_dist.runtime import job, script_ranks
+from keras_dist.runtime import job
 
 __all__ = ["numbers_of", "on_ranks", "without_pipelines"]
 
@@ -54,16 +55,18 @@ def on_ranks(size: int, make: Callable[[], Any]) -> list[Any]:
     def where() -> str:
         return f"[rank {own_rank()} of {size}]"
 
-    ranks = types.SimpleNamespace(rank=own_rank, size=lambda: size, joins_as=lambda: None)
+    def communicator(process_set: Any = None) -> Any:
+        return types.SimpleNamespace(rank=own_rank(), size=size, where=where)
+
     with (
-        mock.patch.object(script_ranks, "job", ranks),
+        mock.patch.object(job, "communicator", communicator),
         mock.patch.object(
             consistency, "ops", types.SimpleNamespace(allgather_object=allgather_object)
         ),
         mock.patch.object(
             consistency, "runtime", types.SimpleNamespace(size=lambda: size, where=where)
         ),
-        mock.patch.object(job, "can_survive_rank_loss", lambda: True),
+        mock.patch.object(_engine.library, "survives_process_death", lambda: True),
     ):
         threads = [threading.Thread(target=run, args=[rank]) for rank in range(size)]
         for thread in threads:

@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from keras_dist import data, errors
+from keras_dist import data, errors, runtime
 from keras_dist.data import file_shards
 from keras_dist.data.decoding import Decoder
 from keras_dist.data.tar_files import bytes_of, samples_of
-from keras_dist.runtime import script_ranks
 
 # --- Index arithmetic
 
@@ -300,7 +299,7 @@ def test_ranks_with_own_images_number_classes_equally(tree):
         folder.mkdir()
         for name in names:
             (tree / name).rename(folder / name)
-    parts = on_ranks(2, lambda: image_part(mine[script_ranks.rank()], own=True))
+    parts = on_ranks(2, lambda: image_part(mine[runtime.rank()], own=True))
     assert [part.class_names for part in parts] == [["a", "b", "c"]] * 2
     assert sorted(pair for part in parts for pair in pairs_of(part)) == sorted(LABELS.items())
     assert len(parts[0]) == len(parts[1])
