@@ -104,7 +104,6 @@ TABLES = {
         ),
     ),
     "speed": Table("speed.py", "speed", TRAINING, page="README.md"),
-    "predict": Table("predict.py", "predict_tensorflow_mpich", ("keras_dist/launch",)),
     "fit-ranks-tensorflow": fit("tensorflow", "fit_ranks"),
     "fit-ranks-torch": fit("torch", "fit_ranks"),
     "fit-ranks-jax": fit("jax", "fit_ranks"),
@@ -121,9 +120,6 @@ TABLES = {
     "shard-state-tensorflow": shard_state("tensorflow"),
     "shard-state-jax": shard_state("jax"),
     "shard-state-torch": shard_state("torch"),
-    "gradient-memory": Table(
-        "gradient_memory.py", "gradient_memory_mpich", (*TRAINING, *backend("torch"))
-    ),
     "checkpoint": Table(
         "checkpoint.py",
         "checkpoint_tensorflow_mpich",

@@ -21,6 +21,7 @@ from keras_dist import monitor
 from keras_dist.runtime import exit_hooks, launch_environment
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_REMOVED = {"Pipeline": "Use send and recv, as examples/model_parallel does."}
 
 monitor.subscribe()
 # Under a launcher, threads and exit hooks must be set up before keras_dist is used.
@@ -30,5 +31,7 @@ if launch_environment.starts_ranks():
 
 
 def __getattr__(name: str) -> Any:
+    if name in _REMOVED:
+        raise AttributeError(f"keras_dist.{name} has been removed. {_REMOVED[name]}")
     globals()[name] = value = _load(name)
     return value

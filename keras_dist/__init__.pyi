@@ -241,9 +241,6 @@ from .training.optimizer import (
 from .training.optimizer import (
     PartialDistributedOptimizer as PartialDistributedOptimizer,
 )
-from .training.pipeline import (
-    Pipeline as Pipeline,
-)
 from .training.prediction import (
     predict as predict,
 )

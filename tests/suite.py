@@ -91,7 +91,7 @@ JOBS = {
     # Custom loops of JAX work on each backend.
     "tensorflow-2": Job(2, hidden="sklearn", short=f"(parity or exactness) and {NOT_SLOW}"),
     "tensorflow-3": Job(3),
-    # Four ranks: Adasum, disjoint process sets, two pipelines, and more orders of names. torch
+    # Four ranks: Adasum, disjoint process sets, and more orders of names. torch
     # traces nothing; its custom loops represent those of the other backends.
     "torch-4": Job(4, "torch"),
     "nodes-2x2": nodes(4, 2),

@@ -8,12 +8,13 @@ import argparse
 
 import keras
 import numpy as np
-from keras import layers
+from keras import layers, ops
 
 import keras_dist
 
 STAGES = 2
 POINTS = 1024
+UNITS = 32
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
@@ -25,13 +26,14 @@ if options.epochs < 1:
     parser.error("--epochs has to be 1 or more")
 
 keras_dist.init()
-replicas = keras_dist.size() // STAGES
+rank, replicas = keras_dist.rank(), keras_dist.size() // STAGES
 if keras_dist.size() != STAGES * replicas or replicas < 1:
     parser.error(f"the number of ranks has to be a multiple of {STAGES}")
 mine = POINTS // replicas  # of each pipeline
 if not 1 <= options.micro_batches <= min(options.batch_size, mine):
     parser.error(f"--micro-batches has to be 1 or more, and no more than --batch-size and {mine}")
-replica, stage = divmod(keras_dist.rank(), STAGES)
+replica, stage = divmod(rank, STAGES)
+is_last = stage == STAGES - 1
 
 # All ranks make all sets, in the same order: one for the replicas of each stage.
 same_stage = [
@@ -40,20 +42,58 @@ same_stage = [
 
 keras.utils.set_random_seed(stage)  # replicas of a stage begin with the same weights
 HALVES = (
-    [keras.Input((2,)), layers.Dense(32, "tanh"), layers.Dense(32, "tanh")],
-    [keras.Input((32,)), layers.Dense(32, "tanh"), layers.Dense(1, "sigmoid")],
+    [keras.Input((2,)), layers.Dense(UNITS, "tanh"), layers.Dense(UNITS, "tanh")],
+    [keras.Input((UNITS,)), layers.Dense(UNITS, "tanh"), layers.Dense(1, "sigmoid")],
 )
 model = keras.Sequential(HALVES[stage])
 optimizer = keras_dist.DistributedOptimizer(
     keras.optimizers.Adam(options.lr), process_set=same_stage[stage]
 )
-pipeline = keras_dist.Pipeline(
-    model,
-    optimizer,
-    "binary_crossentropy",
-    micro_batches=options.micro_batches,
-    ranks=range(replica * STAGES, (replica + 1) * STAGES),
-)
+
+
+def stage_loss(x, y):
+    """Passes micro-batches through the stage; returns the mean loss, on the last stage."""
+    total = 0.0
+    for inputs, targets in zip(split(x), split(y), strict=True):
+        if stage > 0:
+            # The gradient of what is received is sent back, as it depends on a weight of the stage.
+            like = ops.zeros((len(inputs), 1)) + ops.sum(model.trainable_variables[0], axis=1)
+            inputs = keras_dist.recv(rank - 1, like=like)
+        outputs = model(inputs, training=True)
+        if is_last:
+            losses = keras.losses.binary_crossentropy(ops.convert_to_tensor(targets), outputs)
+            total += ops.sum(losses) / len(x)
+        else:  # a zero, whose gradient is received from the next stage
+            total += keras_dist.send(outputs, rank + 1)
+    return total
+
+
+def split(array):
+    return np.array_split(array, options.micro_batches)
+
+
+def gradients_of(loss):
+    """Returns the value of a function and its gradients by the weights, on any backend."""
+    weights = [variable.value for variable in model.trainable_variables]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        return value, tape.gradient(value, weights)
+    if keras.backend.backend() == "jax":
+        import jax
+
+        def loss_at(values):
+            with keras.StatelessScope(zip(model.trainable_variables, values, strict=True)):
+                return loss()
+
+        return jax.value_and_grad(loss_at)(weights)
+    import torch
+
+    value = loss()
+    return value, torch.autograd.grad(value, weights)
+
 
 # Two rings, one inside the other. Each pipeline learns from every `replicas`-th point of them.
 random = np.random.default_rng(0)
@@ -66,14 +106,20 @@ for epoch in range(options.epochs):
     order = np.random.default_rng(epoch).permutation(len(x))
     for part in np.split(order, range(options.batch_size, mine, options.batch_size)):
         if len(part) >= options.micro_batches:  # what is left at the end may be too little to cut
-            loss = pipeline.train_on_batch(x[part], y[part])
-    if keras_dist.rank() == 0:
-        print(f"Epoch {epoch + 1}/{options.epochs}: loss {loss:.3f}", flush=True)
+            loss, gradients = gradients_of(lambda part=part: stage_loss(x[part], y[part]))
+            optimizer.apply(gradients, model.trainable_variables)
+    if rank == STAGES - 1:
+        print(
+            f"Epoch {epoch + 1}/{options.epochs}: loss {ops.convert_to_numpy(loss):.3f}", flush=True
+        )
 
-outputs = pipeline.predict_on_batch(x)
-right = None if outputs is None else float(((outputs > 0.5) == y).mean())
+inputs = x if stage == 0 else keras_dist.recv(rank - 1)
+outputs = model.predict_on_batch(inputs)
+if not is_last:
+    keras_dist.send(outputs, rank + 1)
+right = float(((outputs > 0.5) == y).mean()) if is_last else None
 shares = [share for share in keras_dist.allgather_object(right) if share is not None]
-if keras_dist.rank() == 0:
+if rank == 0:
     print(
         f"Trained {replicas} pipeline{'s' if replicas > 1 else ''} of {STAGES} stages: "
         f"{100 * np.mean(shares):.1f}% right."

@@ -16,7 +16,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._compat import contract
 
-__all__ = ["Backend", "active", "in_use", "take_gradients", "use"]
+__all__ = ["Backend", "active", "in_use", "use"]
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -130,17 +130,6 @@ class Backend(Protocol):
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
         """Returns tensors that are computed only after another tensor."""
 
-    def vjp(
-        self, model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, with_inputs: bool
-    ) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
-        """Runs a model in training mode and returns the result with its gradient function.
-
-        Returns:
-            The loss, or the outputs if `loss` is `None`; and a function of the gradient of that
-            result and of a factor for the penalties of layers. The function returns the gradients
-            of the trainable variables, as tensors, and that of the inputs, or `None`.
-        """
-
     def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
         """Sums the rows of equal index in sparse gradients.
 
@@ -211,18 +200,6 @@ def in_use() -> list[Backend]:
     if (not backends or "keras" in sys.modules) and active() not in backends:
         backends.append(active())
     return backends
-
-
-def take_gradients(
-    optimizer: Any, variables: Sequence[Any], receive: Callable[[Any, Any], None]
-) -> None:
-    """Passes the gradients of train steps on as torch produces them, and frees them.
-
-    Other frameworks return all gradients of a compiled step at once.
-    """
-    from keras_dist._backends import torch_gradients  # imports torch
-
-    torch_gradients.take_gradients(optimizer, variables, receive)
 
 
 @functools.cache  # AutoGraph does not trace cached functions

@@ -57,7 +57,6 @@ __all__ = [
     "tensor_of",
     "test_step_for_host",
     "train_step_for_host",
-    "vjp",
     "zeros",
 ]
 
@@ -194,32 +193,6 @@ def call_host(
 def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
     """Returns the tensors: the host is called in program order. See `Backend.after`."""
     return list(tensors)
-
-
-def vjp(
-    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, with_inputs: bool
-) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
-    """Uses `jax.vjp`. See `Backend.vjp`."""
-    before = [variable.value for variable in model.non_trainable_variables]
-
-    def run(weights: Any, given: Any) -> Any:
-        outputs, after, penalties = model.stateless_call(
-            weights, before, given, training=True, return_losses=True
-        )
-        return (outputs if loss is None else loss(outputs), penalties), after
-
-    weights = [variable.value for variable in model.trainable_variables]
-    given = jax.numpy.asarray(inputs)
-    (result, penalties), pull, after = jax.vjp(run, weights, given, has_aux=True)
-    for variable, value in zip(model.non_trainable_variables, after, strict=True):
-        variable.assign(value)
-
-    def back(gradient: np.ndarray, factor: float) -> tuple[list[Any], np.ndarray | None]:
-        factors = [jax.numpy.full_like(penalty, factor) for penalty in penalties]
-        found, of_inputs = pull((jax.numpy.asarray(gradient), factors))
-        return list(found), np.asarray(of_inputs) if with_inputs else None
-
-    return np.asarray(result), back
 
 
 def coalesce(gradients: Sequence[Any]) -> list[Any]:

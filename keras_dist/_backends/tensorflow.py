@@ -57,7 +57,6 @@ __all__ = [
     "tensor_of",
     "test_step_for_host",
     "train_step_for_host",
-    "vjp",
     "zeros",
 ]
 
@@ -210,31 +209,6 @@ def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
     """Adds a control dependency. See `Backend.after`."""
     with tf.control_dependencies([earlier]):
         return [tf.identity(tensor) for tensor in tensors]
-
-
-def vjp(
-    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, with_inputs: bool
-) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
-    """Uses a gradient tape. See `Backend.vjp`."""
-    given, weights = tf.convert_to_tensor(inputs), [v.value for v in model.trainable_variables]
-    sources = [*weights, *([given] if with_inputs else [])]
-    with tf.GradientTape() as tape:
-        tape.watch(sources)
-        outputs = model(given, training=True)
-        result, penalties = outputs if loss is None else loss(outputs), model.losses
-
-    def back(gradient: np.ndarray, factor: float) -> tuple[list[Any], np.ndarray | None]:
-        factors = [tf.constant(factor, penalty.dtype) for penalty in penalties]
-        found = tape.gradient(
-            [result, *penalties],
-            sources,
-            output_gradients=[tf.convert_to_tensor(gradient), *factors],
-            unconnected_gradients=tf.UnconnectedGradients.ZERO,
-        )
-        dense = as_dense(found)
-        return dense[: len(weights)], dense[-1].numpy() if with_inputs else None
-
-    return result.numpy(), back
 
 
 def coalesce(gradients: Sequence[Any]) -> list[Any]:

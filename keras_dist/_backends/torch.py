@@ -25,7 +25,6 @@ from keras_dist._backends.torch_device import (
 )
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
 from keras_dist._backends.torch_tensors import (
-    copy_to,
     dtype_of,
     form_of,
     rows_of,
@@ -62,7 +61,6 @@ __all__ = [
     "tensor_of",
     "test_step_for_host",
     "train_step_for_host",
-    "vjp",
     "zeros",
 ]
 
@@ -181,41 +179,6 @@ def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
     return list(tensors)
 
 
-def vjp(
-    model: Any, inputs: np.ndarray, loss: Callable[[Any], Any] | None, with_inputs: bool
-) -> tuple[np.ndarray, Callable[[np.ndarray, float], tuple[list[Any], np.ndarray | None]]]:
-    """Uses torch's graph. See `Backend.vjp`."""
-    weights = [variable.value for variable in model.trainable_variables]
-    device = weights[0].device if weights else torch.get_default_device()
-    given = copy_to(device, inputs).requires_grad_(with_inputs)
-    outputs = model(given, training=True)
-    result = outputs if loss is None else loss(outputs)
-    penalties = model.losses
-
-    def back(gradient: np.ndarray, factor: float) -> tuple[list[Any], np.ndarray | None]:
-        sources = [*weights, *([given] if with_inputs else [])]
-        factors = [torch.full_like(penalty, factor) for penalty in penalties]
-        dense = _gradients([result, *penalties], sources, [to_torch(gradient, result), *factors])
-        return dense[: len(weights)], to_numpy(dense[-1]) if with_inputs else None
-
-    return to_numpy(result), back
-
-
-def _gradients(
-    results: Sequence[Any], sources: Sequence[Any], gradients: Sequence[Any]
-) -> list[Any]:
-    """Returns the dense gradients of `torch.autograd.grad`; zeros if there is no graph."""
-    pairs = zip(results, gradients, strict=True)
-    tracked = [(result, gradient) for result, gradient in pairs if result.requires_grad]
-    if not tracked or not sources:
-        return [torch.zeros_like(source) for source in sources]
-    outputs, of_outputs = zip(*tracked, strict=True)
-    found = torch.autograd.grad(
-        outputs, sources, of_outputs, allow_unused=True, materialize_grads=True
-    )
-    return as_dense(found)
-
-
 def coalesce(gradients: Sequence[Any]) -> list[Any]:
     """Sums the rows of equal index. See `Backend.coalesce`."""
     return [g.coalesce() if g.is_sparse else g for g in gradients]
@@ -294,7 +257,7 @@ def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[N
     yield
     new = model.train_function
     if new is not before:
-        model.train_function = functools.wraps(new)(in_train_step(model.optimizer)(new))
+        model.train_function = functools.wraps(new)(in_train_step()(new))
 
 
 def test_step_for_host(model: Any) -> contextlib.AbstractContextManager[None]:

@@ -29,15 +29,14 @@ def _overlaps() -> Any:
 
 
 @contextlib.contextmanager
-def in_train_step(optimizer: Any = None) -> Iterator[None]:
+def in_train_step() -> Iterator[None]:
     """Returns a context in which backward passes belong to a train step."""
-    before = vars(_step).copy()
-    _step.is_on, _step.optimizer = True, optimizer
+    before = _is_in_step()
+    _step.is_on = True
     try:
         yield
     finally:
-        vars(_step).clear()
-        vars(_step).update(before)
+        _step.is_on = before
 
 
 def reduce_dense(
@@ -161,11 +160,6 @@ class _Overlap:
 
 def _is_in_step() -> bool:
     return getattr(_step, "is_on", False)
-
-
-def optimizer_of_step() -> Any:
-    """Returns the optimizer of the train step that this thread is in; `None` outside of one."""
-    return getattr(_step, "optimizer", None)
 
 
 def version_of(gradient: torch.Tensor) -> Any:

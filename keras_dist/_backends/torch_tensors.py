@@ -61,13 +61,6 @@ def to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     return tensor if like.is_cpu else tensor.to(like.device)
 
 
-def copy_to(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    """Returns a copy of an array as a tensor on a device."""
-    if array.dtype.name == "bfloat16":
-        return torch.tensor(array.view(np.int16), device=device).view(torch.bfloat16)
-    return torch.tensor(array, device=device)
-
-
 def write_into(tensor: torch.Tensor, array: np.ndarray | torch.Tensor) -> torch.Tensor:
     """Writes an array or a tensor into a tensor, without autograd, and returns the latter."""
     with torch.no_grad():

@@ -23,7 +23,6 @@ from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.ordering.pending import set_completion
 from keras_dist._engine.ordering.ticket import Handle
 from keras_dist._engine.recovery.retry import Retry
-from keras_dist._engine.rpc import RpcService
 from keras_dist._engine.shm import wait
 from keras_dist._engine.signature import CollectiveSignature, JoinedRanks, entries_of
 from keras_dist._engine.tuning import best_bucket_nbytes
@@ -48,7 +47,6 @@ __all__ = [
     "RankGpu",
     "ReduceOp",
     "Retry",
-    "RpcService",
     "UnlikeGradients",
     "best_bucket_nbytes",
     "clock_offset",

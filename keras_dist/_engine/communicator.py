@@ -180,7 +180,7 @@ class Communicator:
         self.node = None
         if self._fence is not None:
             self._fence.free()
-        worlds = (self.services.detach_channel_world(), *self.topology.mpi_communicators)
+        worlds = self.topology.mpi_communicators
         for world in filter(None, worlds):
             try:
                 world.Free()

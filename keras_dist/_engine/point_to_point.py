@@ -69,16 +69,6 @@ def recv(
     return array
 
 
-def cancel(comm: "Communicator", peer: int, why: str) -> None:
-    """Tells another rank, when it calls `send` or `recv`, that this rank has failed.
-
-    Blocks until it does, or comes to a rendezvous of all ranks.
-    """
-    call = CollectiveSignature("a call that has failed")
-    with _paired(comm, peer, "peer", call):
-        _rendezvous(comm, peer, Hello(comm.rank, call, goes=False, why=why))
-
-
 @contextlib.contextmanager
 def _paired(
     comm: "Communicator", peer: int, role: str, call: CollectiveSignature
@@ -114,11 +104,6 @@ def _rendezvous(comm: "Communicator", peer: int, mine: Hello) -> Hello:
                     raise _lost(comm, peer, mine.call)
         theirs = message.recv()
     wait(request)
-    if mine.why is not None:
-        return theirs
-    if theirs.why is not None:
-        comm.faults.mismatch = theirs.why
-        raise errors.MismatchError(theirs.why)
     first, other = sorted((mine, theirs), key=lambda hello: (not hello.goes, hello.rank))
     if not other.goes or first.call.operation == other.call.operation:
         towards = f"{PARTNER[first.call.operation]} rank {first.rank}"

@@ -55,7 +55,7 @@ from keras_dist.callbacks.scalars import WriteScalars
 from keras_dist.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_dist.callbacks.statistics import AverageStatisticsCallback
 from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
-from keras_dist.callbacks.survival import GoOnWithoutLostRanks
+from keras_dist.callbacks.survival import GoOnWithoutLostRanks, check_share_out
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.uneven import UnevenDataCallback
 from keras_dist.callbacks.verification import VerifyReplicas
@@ -119,8 +119,7 @@ def callbacks(
         on_failure: behavior if a rank dies. `"continue"`: the remaining ranks go on, see
             `GoOnWithoutLostRanks`. `"stop"`: the job ends. Defaults to `None`, the value of
             `KERAS_DIST_ON_FAILURE`, or `"stop"` if it is not set.
-        share_out: when the remaining ranks take over the data of a dead rank: `"next epoch"` or
-            `"at once"`, see `GoOnWithoutLostRanks`. Defaults to `"next epoch"`.
+        share_out: as for `GoOnWithoutLostRanks`: only `"next epoch"`, the default, is left.
         verbose: 1 prints a line at the end of the warmup and at each checkpoint, on the root.
             Defaults to 0.
 
@@ -128,9 +127,10 @@ def callbacks(
         A flat list of callbacks for `fit`, `evaluate` or `predict`.
 
     Raises:
-        ArgumentError: `warmup_epochs` is given without `initial_lr`; `uneven` or `on_failure`
-            is unknown; `root_rank` is not 0 with another `on_failure` than `"stop"`.
+        ArgumentError: `warmup_epochs` is given without `initial_lr`; `uneven`, `on_failure` or
+            `share_out` is unknown; `root_rank` is not 0 with another `on_failure` than `"stop"`.
     """
+    check_share_out(share_out)
     made: list[keras.callbacks.Callback] = [
         RootConsoleCallback(root_rank),
         BroadcastGlobalVariablesCallback(root_rank),
@@ -140,7 +140,7 @@ def callbacks(
         MetricAverageCallback(root_rank=root_rank),
     ]
     if _goes_on(on_failure, root_rank):
-        made.append(GoOnWithoutLostRanks(share_out=share_out))
+        made.append(GoOnWithoutLostRanks())
     if throughput:
         made.append(Throughput())
     made.append(ProgressCallback())

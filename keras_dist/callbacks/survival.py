@@ -4,13 +4,9 @@ import secrets
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_dist import _engine, config, errors, runtime
 from keras_dist.data import epochs
-from keras_dist.ops.bucket_size import bucket_nbytes
-
-SHARE_OUT = ("next epoch", "at once")
 
 
 class GoOnWithoutLostRanks(keras.callbacks.Callback):
@@ -26,10 +22,9 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
     - Averages are over the remaining ranks.
     - From the next epoch on, arrays of `keras_dist.data.shard` are resharded. The number of steps
       and the global batch size stay the same, so batches of each rank grow and the learning rate
-      stays right. The rest of the dead rank's data of the current epoch is skipped. With
-      `share_out="at once"` the remaining ranks train on it, starting with the first batch that no
-      rank has prefetched. Other data is not resharded: each rank keeps its shard, and the global
-      batch shrinks by the dead rank's batch.
+      stays right. The rest of the dead rank's data of the current epoch is skipped. Other data is
+      not resharded: each rank keeps its shard, and the global batch shrinks by the dead rank's
+      batch.
 
     An exception on a rank still ends the job. So does a death before `keras_dist.init` returns,
     with process sets, between the last step of an uneven epoch and the next collective, and with
@@ -39,32 +34,20 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
 
     Args:
         verbose: whether a rank that becomes the root prints. Defaults to `True`.
-        share_out: when the data of a dead rank is taken over: `"next epoch"` or `"at once"`.
-            `"at once"` costs a collective per step, and on JAX and torch Keras calls all callbacks
-            in the training thread, between the steps. Defaults to `"next epoch"`.
+        share_out: when the data of a dead rank is taken over. Only `"next epoch"`, the default, is
+            left; the value `"at once"` has been removed.
 
     Raises:
-        ArgumentError: `share_out` is unknown.
+        ArgumentError: `share_out` is not `"next epoch"`.
         RankLostError: fewer ranks than `KERAS_DIST_MIN_NP` are left; raised by `fit`, at the begin
             of an epoch.
     """
 
     def __init__(self, verbose: bool = True, share_out: str = "next epoch"):
         super().__init__()
-        if share_out not in SHARE_OUT:
-            raise errors.ArgumentError(
-                runtime.where(),
-                f"share_out to be one of {', '.join(map(repr, SHARE_OUT))}",
-                repr(share_out),
-                "Omit it, or pass 'at once', which costs a collective per step.",
-            )
+        check_share_out(share_out)
         runtime.survive_rank_loss()
         self.verbose = verbose
-        self.share_out = share_out
-        if share_out == "at once":
-            # On the instance, only if needed: the presence of this hook makes Keras call the hooks
-            # of all callbacks in the training thread, the only thread that may run collectives.
-            self.on_train_batch_end = self._reshard_epoch
         self._name = secrets.token_hex(8)
         self._was_silent = False
         self._bar: keras.callbacks.Callback | None = None
@@ -87,7 +70,6 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         if len(names) < config.settings().min_np:
             raise too_few_ranks()
         epochs.reshard(names.index(self._name), len(names))
-        self._count = len(names)
         if self.verbose and runtime.rank() == 0 and not self._prints:
             self._prints = True
             keras.utils.enable_interactive_logging()
@@ -97,29 +79,21 @@ class GoOnWithoutLostRanks(keras.callbacks.Callback):
         if self._bar is not None:
             self._bar.on_epoch_begin(epoch, logs)
 
-    def _reshard_epoch(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Reshards the rest of the epoch if ranks died since the last resharding."""
-        comm = runtime.communicator()
-        changed = [np.array([comm.size != self._count], np.uint8)]
-        name = "whether ranks have died"
-        options = _engine.OpOptions(_engine.ReduceOp.MAX)
-        (died,) = _engine.collectives.allreduce(comm, changed, [name], options, bucket_nbytes(comm))
-        # A rank that is out of data cannot take part in the following collective.
-        if not died[0] or comm.faults.joined is not None:
-            return
-        with epochs.locked():
-            gathered = _engine.collectives.allgather_object(
-                comm, (self._name, epochs.positions()), operation="sharing out the epoch"
-            )
-            names = [name for name, _ in gathered]
-            positions = [position for _, position in gathered]
-            epochs.reshard(names.index(self._name), len(names), positions)
-        self._count = len(names)
-
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Prints the epoch if this rank has become the root."""
         if self._bar is not None:
             self._bar.on_epoch_end(epoch, logs)
+
+
+def check_share_out(share_out: str) -> None:
+    """Checks the argument `share_out`."""
+    if share_out != "next epoch":
+        raise errors.ArgumentError(
+            runtime.where(),
+            "share_out to be 'next epoch', the only value left",
+            repr(share_out),
+            "Omit it: the remaining ranks take over the data at the begin of the next epoch.",
+        )
 
 
 def too_few_ranks() -> errors.RankLostError:

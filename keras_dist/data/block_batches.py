@@ -18,10 +18,10 @@ from keras_dist.data.blocks import (
     unread_pieces,
 )
 from keras_dist.data.epochs import Epochs
-from keras_dist.data.mpi_readers import CollectiveReader
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import Plan, PlanFor
 from keras_dist.data.readers import Reader
+from keras_dist.data.scattering import ScatteringReader
 from keras_dist.data.segments import Column
 
 
@@ -64,7 +64,7 @@ class BlockBatches:
             self.epochs.global_batch = plan.batch_size * plan.size
         self._plan_among, self._cut, self._reader = plan_for, cut, reader
         # Collective reads happen on all ranks at the same step, and nothing is prefetched.
-        self._collective = reader if isinstance(reader, CollectiveReader) else None
+        self._is_collective = isinstance(reader, ScatteringReader)
         self._columns: list[Column] = [column for _, column in leaves(data, "")]
         self._pid = os.getpid()
         self._portions: dict[int, BlockShard] = {}  # by epoch; the latest, or the rest of one
@@ -86,10 +86,8 @@ class BlockBatches:
             parts = [
                 self._rows(epoch, share, window, rows) for window, rows in share.positions(step)
             ]
-            if self._collective is not None:
+            if self._is_collective:
                 self._window(epoch, share, share.last_window(step))
-                if step == self.plan.steps - 1:
-                    self._collective.release()
         rows = [_concatenated(arrays) for arrays in zip(*parts, strict=True)]
         return mapped(lambda _: rows.pop(0), self.example)
 
@@ -141,7 +139,7 @@ class BlockBatches:
             self._pid, self._windows = os.getpid(), {}
         prefix = epoch, share.first_step
         wanted = [(*prefix, window)]
-        if self._collective is None and window < share.window_at(
+        if not self._is_collective and window < share.window_at(
             min(share.plan.count, share.plan.held) - 1
         ):
             wanted.append((*prefix, window + 1))
@@ -162,11 +160,11 @@ class BlockBatches:
             except BaseException as failure:  # raised where the window is used
                 future.set_exception(failure)
 
-        if self._collective is None:
+        if self._is_collective:
+            run()
+        else:
             # Not a pool: the interpreter would join its threads at exit.
             threading.Thread(target=run, name="keras_dist reader", daemon=True).start()
-        else:
-            run()
         return future
 
 

@@ -6,11 +6,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist.data.file_index import Unreadable
 from keras_dist.data.shard_options import Fact, ShardOptions
 
-MpiIo = Literal["independent", "collective"]
+MpiIo = Literal["independent"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,13 @@ class ReadMethod:
     options: ShardOptions
 
     def __post_init__(self) -> None:
+        removed: object = self.mpi_io
+        if removed == "collective":
+            raise self._error(
+                "mpi_io to be None or 'independent'",
+                "'collective', which has been removed",
+                "Pass mpi_io='independent', so that each rank reads its rows, or readers.",
+            )
         self._one_of("mpi_io", (None, *get_args(MpiIo)))
         self._one_of("unreadable", get_args(Unreadable))
         self._check_count("block", None)
@@ -31,27 +38,20 @@ class ReadMethod:
         if self.readers is not None and self.mpi_io is not None:
             remedy = "Omit one of them."
             raise self._error("readers or mpi_io, not both", "both", remedy)
-        if self.mpi_io == "collective" and self.options.may_shrink:
-            remedy = "Pass mpi_io='independent', or start without --with-ft ulfm."
-            raise self._error("no collective reads where ranks may die", "both", remedy)
+        if self.readers is not None and self.options.may_shrink:
+            expected = "no rank that reads for others, as the others may go on without it"
+            remedy = "Omit readers, so that each rank reads its rows."
+            raise self._error(expected, f"readers={self.readers}", remedy)
 
     def facts(self) -> list[Fact]:
         """Returns the arguments on which all ranks must agree."""
         names = ("block", "mpi_io", "readers", "unreadable")
         return [Fact(name, getattr(self, name)) for name in names]
 
-    def servers(self) -> list[int]:
+    def readers_of_ranks(self) -> list[int]:
         """Returns for each rank the rank that reads for it: the first of its group."""
         size = self.options.size
-        if self.readers is None or self.readers == size:
-            return list(range(size))
-        if not runtime.communicator().thread_multiple:
-            runtime.notify(
-                "keras_dist reads on every rank, as readers requires an MPI that allows calls "
-                "from several threads at once (MPI_THREAD_MULTIPLE)."
-            )
-            return list(range(size))
-        groups = [rank * self.readers // size for rank in range(size)]
+        groups = [rank * (self.readers or size) // size for rank in range(size)]
         return [groups.index(group) for group in groups]
 
     def _one_of(self, name: str, choices: Sequence[object]) -> None:

@@ -9,21 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import errors, runtime
+from keras_dist import _engine, errors, runtime
 from keras_dist.data.batches import for_keras
 from keras_dist.data.block_batches import BlockBatches, Cut
 from keras_dist.data.blocks import block_length
 from keras_dist.data.epochs import kind_of
 from keras_dist.data.indexed import plan_for
-from keras_dist.data.mpi_readers import CollectiveReader, RemoteReader, open_mpi_file
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.read_method import ReadMethod
 from keras_dist.data.readers import FileReader, Reader
+from keras_dist.data.scattering import ScatteringReader
 from keras_dist.data.segments import Column, Segment
 from keras_dist.data.shard_options import Fact
 
 BLOCK_NBYTES = 16 << 20
-MOST_NBYTES = 1 << 30  # of one MPI read or message
 
 Look = Callable[[str, Sequence[str]], list[Segment]]
 
@@ -45,7 +44,7 @@ class RowSource:
         names = [os.fspath(name) for _, name in named]
         self._paths = [os.fspath(file) for file in files]
         self._data, self._method, self._options = data, method, options
-        self._servers = method.servers()
+        self._readers = method.readers_of_ranks()
         basenames = [PurePath(path).name for path in self._paths]
         self.facts = [
             Fact("the number of files", len(files), SAME),
@@ -55,7 +54,7 @@ class RowSource:
             *options.facts(),
         ]
         self.held: Any = None
-        if self._servers[options.rank] == options.rank:
+        if self._readers[options.rank] == options.rank:
             self.held = [self._attempt(look, path, names) for path in self._paths]
 
     def _attempt(self, look: Look, path: str, names: Sequence[str]) -> list[Segment] | str:
@@ -71,7 +70,7 @@ class RowSource:
 
         Collective: every rank.
         """
-        options, method = self._options, self._method
+        options = self._options
         columns = self._columns(held)
         total = columns[0].shape[0]
         options.need_samples(total)
@@ -91,7 +90,7 @@ class RowSource:
             plan_of if options.may_shrink else None,
         )
         self.epochs = batches.epochs
-        return for_keras(batches, ahead=method.mpi_io != "collective")
+        return for_keras(batches, ahead=not self._scatters())
 
     def _cut(self, columns: Sequence[Column]) -> Cut:
         """Returns how the rows are cut into blocks."""
@@ -106,11 +105,6 @@ class RowSource:
         per_step = batch_size * options.size if is_global else batch_size  # rows of a window
         rows = method.block or block_length(total, nbytes, per_step, align, BLOCK_NBYTES)
         block = -(-rows // align) * align
-        if block * nbytes > MOST_NBYTES and (method.mpi_io or method.readers):
-            expected = f"blocks of at most {MOST_NBYTES // nbytes} rows"
-            raise self._error(
-                expected, f"{block}", "Pass a smaller block, or write it in smaller chunks."
-            )
         seed = options.seed if options.shuffle else None
         return Cut(total, block, align, seed, is_global)
 
@@ -154,12 +148,15 @@ class RowSource:
                         "Convert them to one dtype and shape.",
                     )
 
+    def _scatters(self) -> bool:
+        """Returns whether some ranks read for others."""
+        return self._readers != list(range(self._options.size))
+
     def _reader(self, columns: Sequence[Column]) -> Reader:
-        """Returns the reader of the rows. Collective: every rank; may block."""
-        method = self._method
-        if self._servers != list(range(self._options.size)):
-            return RemoteReader(columns, self._servers)
-        if method.mpi_io is None:
+        """Returns the reader of the rows."""
+        if self._scatters():
+            return ScatteringReader(columns, self._readers)
+        if self._method.mpi_io is None:
             return FileReader(columns)
         for column in columns:
             for segment in column.segments:
@@ -167,15 +164,10 @@ class RowSource:
                     expected = f"a contiguous layout of {segment.name!r} in {segment.path}"
                     remedy = "Omit mpi_io, or write it without chunks and compression."
                     raise self._error(expected, "chunks, a virtual data set or no data", remedy)
-        if method.mpi_io == "collective" and len(columns[0].segments) > 1:
-            received = f"{len(columns[0].segments)}"
-            remedy = "Pass mpi_io='independent' for several files."
-            raise self._error("one file for collective reads", received, remedy)
-        if runtime.communicator().mpi is None:
+        comm = runtime.communicator()
+        if comm.mpi is None:
             return FileReader(columns)
-        if method.mpi_io == "collective":
-            return CollectiveReader(columns)
-        return FileReader(columns, open_mpi_file)
+        return FileReader(columns, functools.partial(_engine.File, comm))
 
     def _error(self, expected: str, received: str, remedy: str) -> errors.DataError:
         return errors.DataError(self._options.where, expected, received, remedy)

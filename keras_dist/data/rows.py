@@ -61,13 +61,12 @@ def hdf5(
         block: number of rows per read, rounded up to whole chunks. If neighbouring rows are
             similar, pass a small number: a batch larger than a block mixes several blocks.
             Defaults to the rows in 16 MiB, fewer for small data.
-        mpi_io: `"independent"`: each rank reads through `MPI.File`, one block ahead.
-            `"collective"`: all ranks read through `MPI.File` at the same time, without
-            prefetching, since a thread that prefetches could wait for ranks that have stopped.
-            Data sets must be contiguous; `"collective"` allows one file. Parallel HDF5 is not
-            required. Defaults to `None`: reads without MPI.
-        readers: number of ranks that read, each also for other ranks, to which a thread sends
-            blocks in advance. Only these ranks need access to the files. Defaults to all.
+        mpi_io: `"independent"`: each rank reads through `MPI.File`, one block ahead. Data sets
+            must be contiguous. Parallel HDF5 is not required. Defaults to `None`: reads without
+            MPI.
+        readers: number of ranks that read, each also for its neighbours, to which it sends their
+            blocks. Only these ranks need access to the files, and each holds the blocks of all its
+            ranks. A batch is then collective, and nothing is prefetched. Defaults to all.
         unreadable: policy for files that a rank cannot read when the data set is created:
             `"raise"` an error that names file and rank, or `"skip"` them on all ranks with a
             message on rank 0. Defaults to `"raise"`.

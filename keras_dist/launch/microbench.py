@@ -64,16 +64,6 @@ def compare(
     return in_turn(calls, count, lambda name: sample(name, numbers[name]))
 
 
-def count_parameters(path: str, compiled: bool = False) -> int:
-    """Returns the number of trainable parameters of a saved Keras model. Imports the backend."""
-    import keras
-
-    model = keras.saving.load_model(path, compile=compiled)
-    if compiled and not model.compiled:
-        raise ValueError("the model was saved without an optimizer and a loss")
-    return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
-
-
 def main() -> None:
     """Measures on every rank.
 

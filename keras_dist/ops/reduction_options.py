@@ -29,7 +29,6 @@ class ReductionOptions:
     averages: bool = False
     scale_local: bool = True
     shard_state: bool = False
-    shard_gradients: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -82,7 +81,6 @@ def parse_reduction_options(
     groups: Any = None,
     scale_local_gradients: bool = True,
     shard_state: bool = False,
-    shard_gradients: bool = False,
 ) -> ReductionOptions:
     """Returns the options that arguments of `keras_dist.DistributedOptimizer` select."""
     where = runtime.where()
@@ -106,7 +104,6 @@ def parse_reduction_options(
         averages=bool(average_aggregated_gradients),
         scale_local=bool(scale_local_gradients),
         shard_state=bool(shard_state),
-        shard_gradients=bool(shard_gradients),
     )
 
 

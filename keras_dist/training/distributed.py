@@ -106,7 +106,7 @@ class _Distributed(UpdateHook, KeepsOptions):
                 f"{variable!r} of type {type(variable).__name__}",
                 "Pass for example layer.kernel. To exclude layers, pass local_layers=.",
             )
-        check_independent(self, "local variables")
+        check_independent(self)
         check_no_local_variables(self._keras_dist.options, runtime.where())
         self._keras_dist.registered.append(variable)
 
@@ -185,15 +185,6 @@ class _Clipping(ClippingHook, _Distributed):
 
 class _ShardedClipping(Sharded, _Clipping):
     """Mixin for Keras' own `apply` that also shards the state of the optimizer."""
-
-    def _prepared(self, grads: Any, variables: Any) -> Any:
-        ready = super()._prepared(grads, variables)
-        return self._keras_dist_parts(ready, variables)
-
-    def _keras_dist_before_clipping(self, grads: Any) -> Any:
-        if self._keras_dist_shards_gradients:  # reduced already
-            return grads
-        return super()._keras_dist_before_clipping(grads)
 
 
 class _ReducingFirst(_Distributed):

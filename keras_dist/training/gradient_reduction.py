@@ -62,7 +62,7 @@ class GradientReduction:
         _check_counts(gradients, variables)
         comm, known = self.communicator(), known or variables
         local = self._local_keys(known)
-        if comm is None or self.options.shard_gradients:
+        if comm is None:
             return use(list(gradients), list(variables))
         gradients = _backends.active().as_tensors(gradients)
         own = RankGradients(gradients, variables, known, local, self.model)

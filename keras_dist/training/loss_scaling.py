@@ -33,7 +33,7 @@ def move_outwards(optimizer: Any) -> bool:
     if reduction.options.shard_state:
         check_unscaled(optimizer, runtime.where())
     if reduction.local_variables():
-        check_independent(optimizer, "local variables")
+        check_independent(optimizer)
     # Keras copies the inner optimizer, which was passed to `compile`.
     inner.__class__ = derived(base_of(type(inner)), KeepsOptions)
     attach(optimizer, reduction)

@@ -17,7 +17,6 @@ from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.loss_scaling import watch_loss_scales
 from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.sharding_checks import (
-    check_gradients_shardable,
     check_no_local_variables,
     check_shardable,
 )
@@ -100,10 +99,7 @@ def DistributedOptimizer(
             the optimizer's state it holds `1 / size`. The weights have the same bits. For
             optimizers of Keras that update each element by itself. Saving the model is then
             collective. Defaults to `False`.
-        shard_gradients: whether each rank keeps its slice of the reduced gradients alone (ZeRO-2):
-            they are reduced during backpropagation, and the whole ones are freed. On torch, in
-            host memory, with `shard_state=True`. The weights have the same bits. Defaults to
-            `False`.
+        shard_gradients: removed; only `False` is accepted. Pass `shard_state=True`.
 
     Returns:
         `optimizer`.
@@ -126,6 +122,14 @@ def DistributedOptimizer(
         contract.check(framework)
     where = runtime.where()
     _check_optimizer(optimizer, where)
+    if shard_gradients:
+        raise errors.ArgumentError(
+            where,
+            "no shard_gradients, which has been removed",
+            repr(shard_gradients),
+            "Pass shard_state=True, which shards the state of the optimizer, and fewer samples in "
+            "a batch with backward_passes_per_step.",
+        )
     options = parse_reduction_options(
         op,
         process_set,
@@ -137,13 +141,10 @@ def DistributedOptimizer(
         groups=resolve_groups(groups, num_groups),
         scale_local_gradients=scale_local_gradients,
         shard_state=shard_state,
-        shard_gradients=shard_gradients,
     )
     forget(optimizer)
     if options.shard_state:
         check_shardable(optimizer, options, where)
-    if options.shard_gradients:
-        check_gradients_shardable(optimizer, options, where)
     _accumulate(optimizer, options.passes, where)
     attach(optimizer, GradientReduction(options))
     watch_copies(optimizer)
@@ -185,7 +186,7 @@ def PartialDistributedOptimizer(
     """
     layers = parse_layers(local_layers)
     if layers and isinstance(optimizer, keras.optimizers.Optimizer):
-        check_independent(optimizer, "local variables")
+        check_independent(optimizer)
     distributed = DistributedOptimizer(optimizer, **options)
     if layers:
         check_no_local_variables(distributed._keras_dist.options, runtime.where())

@@ -51,7 +51,6 @@ def describe(
             "groups": groups,
             "scale_local_gradients": options.scale_local,
             "shard_state": options.shard_state,
-            "shard_gradients": options.shard_gradients,
             "local_variables": [_describe_variable(v, indices) for v in local_variables],
             "local_layers": [
                 {"path": _path(layer), "indices": _indices_of(layer, indices)}
@@ -113,11 +112,9 @@ def settings(
     }
     names = (
         "op process_set compression backward_passes_per_step average_aggregated_gradients "
-        "gradient_predivide_factor sparse_as_dense groups scale_local_gradients "
-        "shard_state shard_gradients"
+        "gradient_predivide_factor sparse_as_dense groups scale_local_gradients shard_state"
     )
-    # Files of earlier versions lack the last ones.
-    known = {"shard_state": False, "shard_gradients": False} | saved
+    known = {"shard_state": False} | saved  # files of earlier versions lack it
     return {
         name: read.get(name, lambda value: value)(known[name])
         for name in names.split()

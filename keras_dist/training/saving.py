@@ -231,7 +231,7 @@ def _distribute(
     for variable in local:
         optimizer.register_local_var(variable)
     if layers:
-        check_independent(optimizer, "local variables")
+        check_independent(optimizer)
         optimizer._keras_dist.local_layers = tuple(layers)
 
 

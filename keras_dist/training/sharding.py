@@ -22,10 +22,8 @@ from keras_dist._compat.keras.optimizer_state import (
     variable_index,
 )
 from keras_dist._compat.keras.sliced_updates import SliceHook, averages, key_of
-from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.training import sharded_state
 from keras_dist.training.model_state import variable_name
-from keras_dist.training.sharded_gradients import GradientSlices
 
 ACCUMULATOR = "gradient_accumulator"  # Keras' name of variables for gradients of this rank
 SAME = "Pass the same shard_state on every rank, and build the same model."
@@ -62,7 +60,6 @@ class Shards:
             index: self._gather.part(number, comm.rank) for number, index in enumerate(self.indices)
         }
         self.slices = {index: self._make_slice(index) for index in self.indices}
-        self.gradients: GradientSlices | None = None  # where gradients are sharded
         # Whole values that this rank has read from a file, by id of the slice, and at which step.
         self._loaded: dict[int, np.ndarray] = {}
         self._loaded_at = 0
@@ -80,40 +77,6 @@ class Shards:
         """Sets the slices to the values of the variables, which scripts may have assigned."""
         for index, part in self.slices.items():
             part.assign(self.cut(self.variables[index], index))
-
-    def shard_gradients(self, optimizer: Any, options: ReductionOptions) -> None:
-        """Reduces gradients from now on as backpropagation produces them, and frees them."""
-        variables = {index: self.variables[index] for index in self.indices}
-        self.gradients = GradientSlices(
-            self.ranks(),
-            {index: f"the gradient of {variable_name(v)}" for index, v in variables.items()},
-            self.shapes,
-            {index: _dtype_of(v) for index, v in variables.items()},
-            self.parts,
-            options,
-        )
-        _backends.take_gradients(optimizer, list(variables.values()), self._add_gradient)
-
-    def _add_gradient(self, variable: Any, gradient: Any) -> None:
-        """Adds a gradient that backpropagation has produced."""
-        if self.gradients is not None:
-            self.gradients.add(
-                self._index_of[id(variable)], _backends.active().host_array(gradient)
-            )
-
-    def reduced(self, gradients: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-        """Returns this rank's parts of the reduced gradients, for one update."""
-        slices, backend, result = self.gradients, _backends.active(), list(gradients)
-        if slices is None:
-            return result
-        for at in reversed(range(len(result))):
-            if result[at] is not None and indices[at] in self.parts:
-                self._add_gradient(self.variables[indices[at]], backend.as_dense([result[at]])[0])
-        kept = slices.take()
-        return [
-            ops.convert_to_tensor(kept[index]) if index in kept else gradient
-            for gradient, index in zip(result, indices, strict=True)
-        ]
 
     def gather(self) -> None:
         """Assigns the updated slices of all ranks to the variables, inside a train step."""
@@ -207,25 +170,8 @@ class Sharded(SliceHook):
         # Rows of an embedding travel as rows; the update of a slice needs no rows.
         dense = _backends.active().as_dense(gradients)
         indices = [variable_index(self, variable) for variable in variables]
-        if shards.gradients is not None:
-            return gradients, [shards.slices[index] for index in indices]
         parts = [shards.cut(g, index) for g, index in zip(dense, indices, strict=True)]
         return parts, [shards.slices[index] for index in indices]
-
-    @property
-    def _keras_dist_shards_gradients(self) -> bool:
-        shards = self._keras_dist.shards
-        return shards is not None and shards.gradients is not None
-
-    def _keras_dist_parts(self, gradients: Any, variables: Any) -> Any:
-        """Returns the reduced parts of sharded gradients, and other gradients as they are."""
-        if not self.built:  # type: ignore[attr-defined]
-            self.build(list(variables))
-        if not self._keras_dist_shards_gradients:
-            return gradients
-        self._keras_dist.has_reduced = True
-        indices = [variable_index(self, variable) for variable in variables]
-        return self._keras_dist.shards.reduced(gradients, indices)
 
     def _keras_dist_join(self) -> None:
         self._keras_dist.shards.gather()
@@ -268,7 +214,4 @@ def _dtype_of(variable: Any) -> np.dtype:
 
 def _shards(optimizer: Any, variables: Sequence[Any]) -> Shards:
     counter, options = batches_seen(optimizer), optimizer._keras_dist.options
-    shards = Shards(variables, options.ranks, lambda: int(counter))
-    if options.shard_gradients:
-        shards.shard_gradients(optimizer, options)
-    return shards
+    return Shards(variables, options.ranks, lambda: int(counter))

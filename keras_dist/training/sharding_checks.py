@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import _engine, config, errors
+from keras_dist import config, errors
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER
 from keras_dist._compat.keras.sliced_updates import ELEMENTWISE, updates_elementwise
 from keras_dist.ops.reduction_options import ReductionOptions
@@ -32,31 +32,6 @@ def check_shardable(optimizer: Any, options: ReductionOptions, where: str) -> No
     if settings.on_failure != "stop":
         received = f"KERAS_DIST_ON_FAILURE={settings.on_failure}"
         _refuse(where, "that the job ends if a rank dies, with its slice", received, remedy)
-
-
-def check_gradients_shardable(optimizer: Any, options: ReductionOptions, where: str) -> None:
-    """Checks that an optimizer, options and the backend permit `shard_gradients`."""
-    backend = keras.backend.backend()
-    reasons = {
-        "no shard_state": not options.shard_state,
-        f"{backend}, whose compiled steps return all gradients at once": backend != "torch",
-        "a clipnorm or global_clipnorm, which need whole gradients": optimizer.clipnorm is not None
-        or optimizer.global_clipnorm is not None,
-        "accumulation, which keeps whole gradients": options.passes > 1
-        or optimizer.gradient_accumulation_steps,
-        "a loss_scale_factor": optimizer.loss_scale_factor is not None,
-        "op=Adasum, which needs whole gradients": options.op is _engine.ReduceOp.ADASUM,
-        "groups": options.groups != (),
-        "a compression": options.compression.name != "none",
-    }
-    for received, is_so in reasons.items():
-        if is_so:
-            expected = "shard_state=True on torch, and an update that needs no whole gradients"
-            remedy = "Omit shard_gradients, which is off by default."
-            explained = errors.explain(
-                where, f"{expected}, with shard_gradients=True", received, remedy
-            )
-            raise errors.ArgumentError(explained)
 
 
 def check_unscaled(optimizer: Any, where: str) -> None:

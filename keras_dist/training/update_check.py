@@ -61,7 +61,7 @@ def check_reduced(optimizer: Any) -> None:
     )
 
 
-def check_independent(optimizer: Any, purpose: str) -> None:
+def check_independent(optimizer: Any) -> None:
     """Checks that an optimizer updates each variable by the gradient of that variable alone."""
     every = [optimizer, *optimizers_inside(optimizer)]
     is_scaled = any(
@@ -70,7 +70,7 @@ def check_independent(optimizer: Any, purpose: str) -> None:
     if is_scaled or any(optimizer.global_clipnorm for optimizer in every):
         raise errors.ArgumentError(
             runtime.where(),
-            f"an optimizer that updates each variable independently, for {purpose}",
+            "an optimizer that updates each variable independently, for local variables",
             "a LossScaleOptimizer" if is_scaled else "an optimizer with global_clipnorm",
             "Use clipnorm instead of global_clipnorm, bfloat16 instead of float16.",
         )

@@ -195,21 +195,6 @@ def test_fit_goes_on(ulfm_job, backend, kills):
     assert ["3 of 4 ranks continue" in died[0], "2 of 3 ranks continue" in died[1]] == [True, True]
 
 
-# Of 96 samples, 2 a step on each of 4 ranks, one has learnt 6 when it dies, and 2 are left out. Of
-# the 64 that 3 ranks share out, another has learnt 8 + 5 when it dies, and 3 are left out.
-@pytest.mark.slow
-@pytest.mark.fault(
-    "two of four ranks are killed in an epoch of `fit`, with `share_out='at once'`",
-    "the rest of the epoch is distributed over the remaining ranks, each sample once",
-    within=30,
-)
-def test_the_rest_of_an_epoch_is_shared_out_at_once(ulfm_job):
-    how = {"timeout": 150, "KERAS_BACKEND": "torch"}
-    ended = ulfm_job(4, "surviving_fit.py", "sharing_out_at_once", **how)
-    assert ended.returncode == 0, ended.stdout
-    assert "seen [(48, 48), (72, 72), (96, 96)]" in ended.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.fault(
     "a rank is killed in `fit` with `on_failure=continue`, and fewer are left than the job needs "

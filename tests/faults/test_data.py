@@ -14,7 +14,7 @@ def test_a_rank_that_reads_for_others_is_stuck(job, tmp_path):
     limits = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "3"}
     printed = job(2, "reading.py", "blocked", ROWS=tmp_path / "rows.npy", **limits).failed()
     assert "keras_dist: rank 1 of 2 has waited" in printed
-    assert "for rank 0 in a request to rank 0" in printed
+    assert "for rank 0 in alltoall('reading rows of files')" in printed
     assert "The job ends now: the limit is 3 s" in printed
 
 

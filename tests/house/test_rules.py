@@ -105,7 +105,7 @@ ENGINE_LAYERS = [
     "recovery",
     "nccl",
     "collectives",
-    "files point_to_point rpc subsets clocks tuning",
+    "files point_to_point subsets clocks tuning",
     "",
 ]
 

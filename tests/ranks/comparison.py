@@ -146,7 +146,6 @@ def concatenated(outputs):
 WRAPS = {
     None: {},
     "shard_state": {"shard_state": True},
-    "shard_gradients": {"shard_state": True, "shard_gradients": True},
     "compression": {"compression": "bf16"},
 }
 CLASS_WEIGHTS = {0: 0.3, 1: 1.0, 2: 4.0}

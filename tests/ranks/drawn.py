@@ -14,7 +14,6 @@ STEPS, ROWS, TOKENS, WORDS, CLASSES = 3, 3, 5, 8, 3
 SEVERAL, EMBEDDED = {"outputs"}, {"tokens", "unmasked", "outputs"}
 SEQUENCES = {"LSTM", *EMBEDDED}
 CLIPS = {"clipnorm", "global_clipnorm", "clipvalue"}
-SHARDS = {"shard_state", "shard_gradients"}
 
 OPTIONS = {
     "model": ["dense", "convolution", "LSTM", "tokens", "unmasked", "outputs"],
@@ -30,7 +29,7 @@ OPTIONS = {
     "clips": [None, *sorted(CLIPS)],
     "accumulates": [None, 2, 3],
     "scales": [False, True],
-    "wraps": [None, "shard_state", "shard_gradients", "compression"],
+    "wraps": [None, "shard_state", "compression"],
     "way": ["fit", "train_on_batch", "loop"],
     # TensorFlow compiles for seconds, so most cases run eagerly; on JAX, eager steps take longest.
     "runs": {
@@ -70,23 +69,21 @@ EXCLUDED = [
     {"way": {"loop"}, "adds": {"add_loss", "activity_regularizer"}},
     {"way": {"loop"}, "after": {"evaluate"}},
     {"way": {"loop", "train_on_batch"}, "ends": {True}},
-    {"wraps": SHARDS, "scales": {True}},
-    {"wraps": SHARDS, "ends": {True}},
+    {"wraps": {"shard_state"}, "scales": {True}},
+    {"wraps": {"shard_state"}, "ends": {True}},
     {"accumulates": {2, 3}, "ends": {True}},
     {"wraps": {"shard_state"}, "clips": {"clipnorm"}},
-    {"wraps": {"shard_gradients"}, "clips": {"clipnorm", "global_clipnorm"}},
-    {"wraps": {"shard_gradients"}, "accumulates": {2, 3}},
 ]
 if BACKEND == "tensorflow":
     # In one process these act on each occurrence of a token by itself.
     EXCLUDED += [{"model": EMBEDDED, "clips": CLIPS}]
     EXCLUDED += [{"model": EMBEDDED, "optimizer": {"Adam"}}]
-    EXCLUDED += [{"wraps": {"shard_gradients"}}, {"way": {"loop"}, "runs": {"XLA"}}]
+    EXCLUDED += [{"way": {"loop"}, "runs": {"XLA"}}]
     # In a graph, Keras logs the losses of outputs as means over batches, whatever their samples.
     traced = {"model": SEVERAL, "runs": {"graph", "XLA"}}
     EXCLUDED += [{**traced, "rests": {True}}, {**traced, "ends": {True}}]
 elif BACKEND == "jax":
-    EXCLUDED += [{"reduction": {None}}, {"runs": {"graph"}}, {"wraps": {"shard_gradients"}}]
+    EXCLUDED += [{"reduction": {None}}, {"runs": {"graph"}}]
 else:
     EXCLUDED += [{"reduction": {None}}, {"runs": {"graph", "XLA"}}]
 

@@ -22,11 +22,6 @@ def optimizer_of(model: Any) -> Any:
     return getattr(model, "optimizer", None)  # a model that is not compiled has no attribute
 
 
-def is_summed(loss: Any) -> bool:
-    """Returns whether a loss is the sum, not the mean, over the samples."""
-    return isinstance(loss, keras.losses.Loss) and loss.reduction == "sum"
-
-
 def initial_epoch_from(model: Any, epoch: int | None) -> None:
     """Overrides the `initial_epoch` of the next `fit`; `None` removes the override."""
     model._initial_epoch = epoch
@@ -36,11 +31,6 @@ def outputs_of(model: Any) -> list[Any]:
     """Returns the symbolic outputs of a functional model; an empty list for other models."""
     require(OUTPUTS, version)
     return list(getattr(model, "outputs", None) or ())
-
-
-def has_mask(tensor: Any) -> bool:
-    """Returns whether Keras has attached a mask to a tensor."""
-    return require(MASK, version).get_keras_mask(tensor) is not None
 
 
 def may_become_ddp(model: Any) -> bool:
@@ -70,15 +60,16 @@ class BatchNormalization(keras.layers.BatchNormalization):
 
 MODEL = "keras:Model"
 NORMALIZATION = "keras:layers.BatchNormalization"
-MASKS = "to refuse masks between stages of a pipeline", "masks would be lost between stages"
-
-MASK = Name("keras.src.backend.common.masking", "get_keras_mask", *MASKS, ("x",), on_use=True)
 OUTPUTS = Name(
-    "keras.src.models.functional:Functional", "outputs", *MASKS, instance=True, on_use=True
+    "keras.src.models.functional:Functional",
+    "outputs",
+    "to tell losses of samples from others by the shape of outputs",
+    "losses of pairs of samples would be divided by a wrong number",
+    instance=True,
+    on_use=True,
 )
 
 CONTRACT = (
-    MASK,
     OUTPUTS,
     Name(
         "keras:layers.Layer",
@@ -99,13 +90,6 @@ CONTRACT = (
         "optimizer",
         "to find the optimizers of a model",
         "broadcasts and checks would omit them",
-        instance=True,
-    ),
-    Name(
-        "keras:losses.Loss",
-        "reduction",
-        "to combine the losses of micro-batches as the loss does",
-        "a summed loss would be averaged in a pipeline",
         instance=True,
     ),
     Name(

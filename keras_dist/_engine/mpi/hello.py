@@ -22,7 +22,6 @@ class Hello:
     call: Any
     dtype: np.dtype | None = None
     goes: bool = True
-    why: str | None = None
 
 
 def decline(world: Any, rank: int) -> None:

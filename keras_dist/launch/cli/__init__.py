@@ -14,7 +14,7 @@ __all__ = ["main"]
 USAGE = 2  # as argparse ends
 # A command is a module of its name, imported when it is called, so that --help is fast.
 COMMANDS = {
-    "bench": "measure the cost of gradient reductions, and predict it for a model",
+    "bench": "measure the cost of gradient reductions",
     "doctor": "check whether jobs can run here, with remedies",
     "export": "write a sharded checkpoint as one .keras file",
     "migrate": "convert a Horovod script",

@@ -18,31 +18,13 @@ SECONDS = 300
 
 
 def measure(options: argparse.Namespace, ranks: int, sizes: Iterable[int]) -> dict[str, Any]:
-    """Runs `keras_dist.launch.microbench` on some ranks and returns its result.
+    """Runs `keras_dist.launch.microbench` on some ranks and returns the JSON that it prints.
 
     Args:
         sizes: sizes of the reductions in bytes.
     """
-    return _run(options, ranks, "microbench", *map(str, sizes))
-
-
-def measure_steps(
-    options: argparse.Namespace, ranks: int, model: str, batch_size: int
-) -> list[list[float]]:
-    """Runs `keras_dist.launch.model_steps` on some ranks.
-
-    Returns:
-        List of the seconds of the steps of each rank.
-    """
-    path = os.path.abspath(model)
-    found = _run(options, ranks, "model_steps", path, str(batch_size))
-    durations: list[list[float]] = found["durations"]
-    return durations
-
-
-def _run(options: argparse.Namespace, ranks: int, module: str, *arguments: str) -> dict[str, Any]:
-    """Runs a module of `keras_dist.launch` on some ranks and returns the JSON that it prints."""
-    program = [sys.executable, "-P", "-m", f"keras_dist.launch.{module}", MARK, *arguments]
+    module = "keras_dist.launch.microbench"
+    program = [sys.executable, "-P", "-m", module, MARK, *map(str, sizes)]
     environment = {**os.environ, **settings_of(options)}
     where = argparse.Namespace(**{**vars(options), "np": ranks})
     command = job_command(where, load_library(), program, environment, binds=False)

@@ -35,14 +35,14 @@ def changed_copy(damage: str) -> None:
         ops.barrier()
 
 
-def rows() -> Any:
+def rows(**options: Any) -> Any:
     row_source.for_keras = lambda batches, ahead: batches  # type: ignore
     runtime.init()
-    return data.npy(os.environ["ROWS"], None, 16, block=40, readers=1)
+    return data.npy(os.environ["ROWS"], None, 16, block=40, **options)
 
 
 def blocked() -> None:
-    read = rows()
+    read = rows(readers=1)
     if runtime.rank() == 0:
         readers.FileReader.read = lambda *_: time.sleep(1000)  # type: ignore
     fault()

@@ -1,12 +1,10 @@
 """A `fit` that goes on after the deaths of two of four ranks."""
 
-import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 from faults import FOLDER, die, run
 from fits import At, build, rank, shard
 
@@ -54,31 +52,6 @@ def at(names: str) -> None:
         keras.saving.load_model("saved.keras")
         rows = Path("log.csv").read_text().splitlines()
         assert [row[:2] for row in rows] == ["ep", "0,", "1,", "2,", "3,"]
-
-
-seen: list[list[float]] = [[]]
-
-
-class Seeing(keras.Sequential):
-    def call(self, x: Any, **options: Any) -> Any:
-        seen[-1] += x[:, 0].tolist()
-        return super().call(x, **options)
-
-
-def sharing_out_at_once() -> None:
-    x = np.arange(96, dtype="float32")[:, None]
-    train = keras_dist.data.shard((x, x), batch_size=2)
-    acts: dict[Any, Any] = {("epoch begin", i): lambda: seen.append([]) for i in range(3)}
-    deaths = {1: ("batch begin", 1, 3), 0: ("batch begin", 1, 6)}
-    acts |= {deaths[rank]: die} if rank in deaths else {}
-    model = Seeing([keras.layers.Dense(1)])
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(1e-9)), "mse")
-    callbacks = ours(At(acts), on_failure="continue", share_out="at once")
-    model.fit(train, epochs=3, verbose=0, callbacks=callbacks)
-    told = keras_dist.allgather_object(seen[-3:])
-    epochs = [[*itertools.chain(*parts)] for parts in zip(*told, strict=True)]
-    if keras_dist.rank() == 0:
-        print("seen", [(len(epoch), len(set(epoch))) for epoch in epochs])
 
 
 def with_too_few_ranks() -> None:

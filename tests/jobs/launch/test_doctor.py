@@ -153,21 +153,15 @@ def test_doctor_says_how_to_select_one_of_several_networks(network, monkeypatch)
     assert network() == (f"{text}; UCX_NET_DEVICES=ib0", "")
 
 
-def test_bench_predicts_from_what_it_measures(capsys):
-    words = "-np 2 --sizes 4K 1M --parameters 25.6M".split()
+def test_bench_measures_each_size(capsys):
+    words = "-np 2 --sizes 4K 1M --parameters 1M".split()
     assert main(["bench", *words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    seconds = {int(size): time for size, time in told["seconds"]["2"].items()}
-    assert set(seconds) == {4096, 2**20}
-    assert told["gradient_nbytes"] == 4 * 25_600_000
-    assert told["predicted_seconds"]["2"] == bench.predict(seconds, 4 * 25_600_000)
+    assert set(told["seconds"]["2"]) == {"4096", str(2**20), "4000000"}
+    assert min(told["seconds"]["2"].values()) > 0
 
 
-def test_a_prediction_is_read_off_the_table(monkeypatch, capsys):
-    seconds = {1000: 1.0, 3000: 2.0}
-    sizes = (10, 1000, 2000, 3000, 6000)
-    assert [bench.predict(seconds, nbytes) for nbytes in sizes] == [1.0, 1.0, 1.5, 2.0, 4.0]
-
+def test_bench_prints_a_table(monkeypatch, capsys):
     def measure(options, ranks, sizes):
         return {
             "library": "MPI",
@@ -181,55 +175,11 @@ def test_a_prediction_is_read_off_the_table(monkeypatch, capsys):
     assert printed.count("6 ranks") == 1
     rows = [line.split() for line in printed.splitlines()]
     assert ["1", "MiB", "2.097", "(0.5)", "4.194", "(0.2)", "6.291", "(0.2)"] in rows
-    assert ["4", "16.0", "ms", "steps", "of", "144", "ms"] in rows
+    assert ["3.815", "MiB", "8.000", "(0.5)", "16.000", "(0.2)", "24.000", "(0.2)"] in rows
 
 
-@pytest.mark.parametrize(
-    "words", ["--batch-size 0", "--parameters many", "--sizes 1", "--parameters 1M --model m"]
-)
+@pytest.mark.parametrize("words", ["--parameters many", "--sizes 1"])
 def test_wrong_arguments_are_refused(words):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *words.split()])
     assert ended.value.code == 2
-
-
-def test_a_step_takes_as_long_as_the_slowest_rank_and_the_reduction():
-    assert bench.predict_step([[1.0, 3.0], [2.0, 2.0]], 0.5) == (2.0, 3.0)
-
-
-@pytest.mark.slow
-def test_bench_predicts_the_speed_of_fit(tmp_path, capsys, monkeypatch):
-    import keras
-
-    inputs = [keras.Input((3,)), keras.Input((), dtype="int32")]
-    x = keras.layers.Concatenate()([inputs[0], keras.layers.Embedding(5, 2)(inputs[1])])
-    model = keras.Model(inputs, [keras.layers.Dense(4)(x), keras.layers.Dense(2)(x)])
-    path = str(tmp_path / "model.keras")
-    model.save(path)
-    words = ["bench", "-np", "2", "--sizes", "4K", "--model", path, "--batch-size", "8"]
-    assert main(words) == 2
-    assert "a compiled model that Keras loads" in capsys.readouterr().err
-    losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
-    model.compile("sgd", losses)
-    model.save(path)
-    measured = []
-
-    def keep(measure):
-        def measure_and_keep(*arguments):
-            measured.append(measure(*arguments))
-            return measured[-1]
-
-        return measure_and_keep
-
-    for name in ("measure", "measure_steps"):
-        monkeypatch.setattr(bench, name, keep(getattr(bench, name)))
-    assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["gradient_nbytes"] == 4 * model.count_params()
-    assert told["step_seconds"] > told["predicted_seconds"]["2"] > 0
-    assert told["samples_per_second"] == 2 * 8 / told["step_seconds"]
-    for name, found in zip(("measure", "measure_steps"), measured, strict=True):
-        monkeypatch.setattr(bench, name, lambda *arguments, found=found: found)
-    assert main(words) == 0
-    rate = f"{told['samples_per_second']:.0f} samples/s"
-    assert f"fit on 2 ranks, batches of 8: {rate}" in capsys.readouterr().out

@@ -164,7 +164,7 @@ OPTIMIZERS = {
     ),
     "DistributedOptimizer: process_set": lambda: wrap(SGD(), process_set=0),
     "DistributedOptimizer: a sharded Lamb": lambda: wrap(keras.optimizers.Lamb(), shard_state=True),
-    "DistributedOptimizer: gradients without state": lambda: wrap(SGD(), shard_gradients=True),
+    "DistributedOptimizer: shard_gradients": lambda: wrap(SGD(), shard_gradients=True),
     "PartialDistributedOptimizer: local_layers": lambda: partial(SGD(), local_layers=["dense"]),
     "register_local_var": lambda: wrap(SGD()).register_local_var(3),
     "apply: gradients": lambda: wrap(SGD()).apply([ONES], []),

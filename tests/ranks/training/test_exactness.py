@@ -65,7 +65,6 @@ FEATURES = {
     "gradient accumulation": {"accumulates": [2, 3]},
     "loss scale": {"scales": [True]},
     "`shard_state`": {"wraps": ["shard_state"]},
-    "`shard_gradients`": {"wraps": ["shard_gradients"]},
     "`compression` within a node": {"wraps": ["compression"]},
     "`fit`": {"way": ["fit"]},
     "`train_on_batch`": {"way": ["train_on_batch"]},
@@ -85,12 +84,10 @@ MISSING = {
     "tensorflow": {
         "`Adam` of an `Embedding`": EACH_OCCURRENCE,
         "clipping of an `Embedding`": EACH_OCCURRENCE,
-        "`shard_gradients`": "refused, see [Limitations](limitations.md#backends-and-models)",
     },
     "jax": {
         "reduction `None`": "Keras on JAX trains with a single number",
         "graph (`jit_compile=False`)": "JAX has no graph besides XLA",
-        "`shard_gradients`": "refused, see [Limitations](limitations.md#backends-and-models)",
     },
     "torch": {
         "reduction `None`": "Keras on torch trains with a single number",

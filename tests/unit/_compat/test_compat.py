@@ -144,7 +144,6 @@ print("done")
 ALLREDUCE = "import keras_dist.tensorflow as hvd; hvd.allreduce(tensorflow.constant(1.0))"
 TF_DATA = "keras_dist.data.shard(tensorflow.data.Dataset.range(8).batch(2))"
 SEEDS = "from keras_dist.training import random_generators as r; r.restore(r.states())"
-MASKS = "from keras_dist._compat.keras import models; models.has_mask(keras.Input((2,)))"
 OUTPUTS = "from keras_dist._compat.keras import models; models.outputs_of(model)"
 
 # For each module: the backend, a script that does not need it, one that does, and the name used.
@@ -154,7 +153,6 @@ HIDDEN = {
     "tensorflow.python.data.ops.prefetch_op": ("tensorflow", TRAIN, TF_DATA, "_PrefetchDataset"),
     "keras.src.random.seed_generator": ("tensorflow", TRAIN, SEEDS, "global_seed_generator"),
     "keras.src.backend.common.global_state": ("torch", TRAIN, SEEDS, "get_global_attribute(name)"),
-    "keras.src.backend.common.masking": ("tensorflow", TRAIN, MASKS, "get_keras_mask(x)"),
     "keras.src.models.functional": ("torch", TRAIN, OUTPUTS, "outputs"),
     "jax._src.xla_bridge": ("jax", IMPORT, "keras_dist.init()", "backends_are_initialized()"),
     "jax.interpreters.mlir": ("jax", LOWERING, "keras_dist.init()", "lower_fun"),

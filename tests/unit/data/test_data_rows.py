@@ -19,7 +19,7 @@ ROWS = 1003
 
 # Ranks without a framework: the data sets are plain batches.
 RANKS = f"""
-import gc, json, os, signal, sys, threading, time
+import gc, json, os, signal, sys
 import numpy as np
 import keras_dist
 from keras_dist import errors, runtime
@@ -118,7 +118,8 @@ def test_a_locked_file_is_named_with_the_variable(folder, monkeypatch):
         (("x", "y"), {"steps": 999}, errors.DataError, "steps=999"),
         (("x", "y"), {"readers": 2}, errors.ArgumentError, "readers to be 1 to 1"),
         (("x", "y"), {"mpi_io": "fast"}, errors.ArgumentError, "mpi_io to be one of"),
-        (("x", "y"), {"mpi_io": "collective", "readers": 1}, errors.ArgumentError, "not both"),
+        (("x", "y"), {"mpi_io": "collective"}, errors.ArgumentError, "has been removed"),
+        (("x", "y"), {"mpi_io": "independent", "readers": 1}, errors.ArgumentError, "not both"),
         (("chunks", "y"), {"mpi_io": "independent"}, errors.DataError, "contiguous layout"),
     ],
 )
@@ -173,7 +174,6 @@ def order(name, reference, **way):
 plain, chunks = order("x", None), order("chunks", None)
 assert plain[: len(plain) // 2] != plain[len(plain) // 2 :]
 order("x", plain, mpi_io="independent")
-order("x", plain, mpi_io="collective")
 for readers in range(1, size):
     order("x", plain, readers=readers)
 order("chunks", chunks, readers=1)
@@ -186,30 +186,20 @@ def in_one_order(**way):
 steps = in_one_order()
 alone = json.loads(sys.argv[2])
 assert [len(step) for step in steps] == [len(step) for step in alone]
-assert steps == alone == in_one_order(mpi_io="collective") == in_one_order(readers=1)
-found = batches(npy("x.npy", "y.npy", 16, block=100, mpi_io="collective"))
+assert steps == alone == in_one_order(mpi_io="independent") == in_one_order(readers=1)
+found = batches(npy("x.npy", "y.npy", 16, block=100, readers=1))
 assert [y.tolist() for _, y in found] == plain
 for remainder in ("pad", "drop"):
     mine = hdf5("all.h5", "x", "y", 16, remainder=remainder, readers=1)
-    other = hdf5("all.h5", "x", "y", 16, remainder=remainder, mpi_io="collective")
+    other = hdf5("all.h5", "x", "y", 16, remainder=remainder, mpi_io="independent")
     same = zip(batches(mine), batches(other), strict=True)
     assert all(np.array_equal(a[1], b[1]) for a, b in same)
-# Some ranks stop early, before the next block arrives.
-data = hdf5("all.h5", "x", None, 16, readers=1, block=100)
-for step in range(rank):
-    data.batch(0, step)
-# Deleted data sets leave neither files nor threads.
-del data, found, mine, other, same
+# Deleted data sets leave no files.
+del found, mine, other, same
 gc.collect()
-def left():
-    names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    files = [os.readlink(name) for name in names if os.path.islink(name)]
-    return [name for name in files if name.endswith((".h5", ".npy"))] + [
-        thread.name for thread in threading.enumerate() if thread.name == "keras_dist service"]
-deadline = time.monotonic() + 20
-while left() and time.monotonic() < deadline:
-    time.sleep(0.01)
-assert not left(), left()
+names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+files = [os.readlink(name) for name in names if os.path.islink(name)]
+assert not [name for name in files if name.endswith((".h5", ".npy"))], files
 print("all the same", flush=True)
 """
 
@@ -255,7 +245,7 @@ assert sum(map(sum, keras_dist.allgather_object([len(y) for _, y in batches(data
 # Only the rank that reads needs access to the files.
 data = hdf5(few, "x", "y", 16, readers=1)
 assert sum(keras_dist.allgather_object(sum(len(y) for _, y in batches(data, 1)))) == ROWS + 400
-# A read error on one rank is raised on the rank that needs the rows.
+# A read error on one rank is raised on all ranks.
 if rank == 0:
     with open("cut.npy", "wb") as file:
         file.write(open("x.npy", "rb").read())
@@ -296,37 +286,6 @@ def test_no_rank_waits_for_an_ended_rank(run_ranks, folder, rank, how):
     job = run_ranks(2, *script(RANKS + ENDS)[1:], str(folder), str(rank), how, timeout=30)
     assert job.returncode != 0
     assert how == "dies" or "[1] RuntimeError: no more" in job.stdout, job.stdout
-
-
-REQUESTS = """
-from keras_dist import _engine
-from keras_dist._engine import rpc
-def twice(number):
-    if number[0] < 0:
-        raise OSError("no file data-\\udcff.npy")  # not valid text, as from os.fsdecode
-    return [2.0 * number]
-def end(): print("served", flush=True)
-served = _engine.RpcService(runtime.communicator(), [0] * size, twice, end)
-if rank:
-    answer, original = np.empty(1), rpc.note
-    try:
-        served.call(np.array([-1]), [answer])
-    except errors.DataError as error:
-        print(error, flush=True)
-    def note(*words):
-        original(*words)
-        served.leave()  # as the garbage collector may at any moment
-    rpc.note = note
-    served.call(np.array([rank]), [answer])
-    assert answer[0] == 2 * rank, answer
-    assert served._has_told
-"""
-
-
-def test_a_request_is_answered_after_its_rank_leaves(run_ranks, tmp_path):
-    job = run_ranks(2, *script(RANKS + REQUESTS)[1:], str(tmp_path), timeout=30)
-    assert job.returncode == 0 and job.stdout.count("served") == 2, job.stdout
-    assert "no file data-?.npy" in job.stdout
 
 
 def test_memory_of_kept_rows_is_released(folder):

@@ -75,7 +75,6 @@ OTHERS = {
     "averages": True,
     "scale_local": False,
     "shard_state": True,
-    "shard_gradients": True,
 }
 
 
@@ -115,7 +114,6 @@ def test_defaults(parsed):
             "averages": False,
             "scale_local": True,
             "shard_state": False,
-            "shard_gradients": False,
         }
 
 
@@ -164,7 +162,6 @@ def test_every_argument_sets_its_field(parsed):
         groups=[[variable], []],
         scale_local_gradients=0,
         shard_state=1,
-        shard_gradients=1,
     )
     assert vars(options) == {
         "op": ReduceOp.SUM,
@@ -178,7 +175,6 @@ def test_every_argument_sets_its_field(parsed):
         "averages": True,
         "scale_local": False,
         "shard_state": True,
-        "shard_gradients": True,
     }
     flags = (options.sparse_as_dense, options.averages, options.scale_local, options.passes)
     assert [type(one) for one in flags] == [bool, bool, bool, int]

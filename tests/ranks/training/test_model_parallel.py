@@ -1,0 +1,130 @@
+"""`send` and `recv` in models whose parts are on several ranks."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import keras_dist
+
+pytestmark = pytest.mark.jobs("training", "torch-4")
+
+RANK, SIZE = keras_dist.rank(), keras_dist.size()
+
+
+# y = w0 * x0 + w1 * x1 + ..., of which each rank has a weight and its input.
+
+
+def loss_of(weight, x):
+    y = weight * x
+    if RANK > 0:
+        y = keras_dist.recv(RANK - 1, like=y, name="sum so far") + y
+    if RANK < SIZE - 1:
+        return keras_dist.send(y, RANK + 1, name="sum so far")
+    return ops.mean(y**2)
+
+
+def gradient_on_tensorflow(weight, x):
+    import tensorflow as tf
+
+    @tf.function
+    def gradient():
+        with tf.GradientTape() as tape:
+            loss = loss_of(variable.value, x)
+        return tape.gradient(loss, variable.value)
+
+    variable = keras.Variable(weight)
+    return gradient()
+
+
+def gradient_on_torch(weight, x):
+    variable = keras.Variable(weight)
+    loss_of(variable.value, ops.convert_to_tensor(x)).backward()
+    return variable.value.grad
+
+
+def gradient_on_jax(weight, x):
+    import jax
+
+    return jax.jit(jax.grad(loss_of))(weight, x)
+
+
+@pytest.mark.jobs("jax-2")
+def test_gradients_go_through_send_and_recv():
+    weights, inputs = np.float32([1.5, -2, 0.5, 3]), np.float32(range(4)) + np.arange(4)[:, None]
+    gradient = globals()[f"gradient_on_{keras.backend.backend()}"]
+    found = gradient(weights[RANK], inputs[RANK].astype("f4"))
+    y = weights[:SIZE] @ inputs[:SIZE]
+    expected = (2 * y * inputs[RANK]).mean()
+    np.testing.assert_allclose(ops.convert_to_numpy(found), expected, rtol=1e-5)
+
+
+def gradients_of(variables, loss):
+    """Returns the gradients of a function, eagerly, by variables."""
+    values = [variable.value for variable in variables]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            value = loss()
+        return tape.gradient(value, values)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return torch.autograd.grad(loss(), values)
+    import jax
+
+    def loss_at(values):
+        with keras.StatelessScope(zip(variables, values, strict=True)):
+            return loss()
+
+    return jax.grad(loss_at)(values)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs two stages")
+def test_gradients_go_through_variables_that_are_sent():
+    variable = keras.Variable([1.0 + RANK, 2.0])
+
+    def loss():
+        if RANK == 0:
+            return keras_dist.send(variable, 1)
+        return ops.sum(3 * keras_dist.recv(0, like=variable)) + ops.sum(variable)
+
+    if RANK < 2:
+        (found,) = gradients_of([variable], loss)
+        assert ops.convert_to_numpy(found).tolist() == [[3, 3], [1, 1]][RANK]
+
+
+@pytest.mark.jobs("jax-2")
+@pytest.mark.parametrize("micro_batches", [1, 4])  # 4 does not divide the batch
+def test_a_pipeline_has_the_gradients_of_the_whole_model(micro_batches):
+    random = np.random.default_rng(3)
+    x, y = random.normal(size=(2, 10, 3)).astype("f4")
+    kernels = random.normal(size=(SIZE, 3, 3)).astype("f4")  # of a layer on each rank
+    stage = keras.Variable(kernels[RANK])
+
+    def loss():
+        total = 0.0
+        parts = [np.array_split(array, micro_batches) for array in (x, y)]
+        for inputs, targets in zip(*parts, strict=True):
+            if RANK > 0:
+                like = ops.zeros((len(inputs), 1)) + stage[0]
+                inputs = keras_dist.recv(RANK - 1, like=like)
+            outputs = ops.tanh(ops.matmul(inputs, stage.value))
+            if RANK < SIZE - 1:
+                total += keras_dist.send(outputs, RANK + 1)
+            else:
+                total += ops.sum(ops.square(ops.subtract(outputs, targets))) / len(x)
+        return total
+
+    def whole_loss():
+        outputs = x
+        for variable in whole:
+            outputs = ops.tanh(ops.matmul(outputs, variable.value))
+        return ops.sum(ops.square(ops.subtract(outputs, y))) / len(x)
+
+    (found,) = gradients_of([stage], loss)
+    whole = [keras.Variable(kernel) for kernel in kernels]
+    expected = gradients_of(whole, whole_loss)[RANK]
+    found, expected = (ops.convert_to_numpy(gradient) for gradient in (found, expected))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
