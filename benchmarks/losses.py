@@ -115,9 +115,9 @@ def text(count):
 
 def unweighed():
     """Returns a context in which the losses of a step are those of this rank."""
-    from keras_dist.training import trainer
+    from keras_dist.training import train_functions
 
-    return mock.patch.object(trainer, "within", lambda *_: contextlib.nullcontext())
+    return mock.patch.object(train_functions, "within", lambda *_: contextlib.nullcontext())
 
 
 # --- what came out ---------------------------------------------------------------------------

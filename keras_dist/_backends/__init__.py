@@ -148,8 +148,11 @@ class Backend(Protocol):
 
     def train_step_for_host(
         self, model: Any, with_rows: Callable[[Any], contextlib.AbstractContextManager[None]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which Keras makes a train function that may call the host."""
+    ) -> contextlib.AbstractContextManager[Callable[[], Any] | None]:
+        """Returns a context in which Keras makes a train function that may call the host.
+
+        Its value makes the context in which each call of the function runs, if there is one.
+        """
 
     def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which Keras makes a test function that may call the host."""

@@ -59,6 +59,8 @@ from keras_dist.callbacks.survival import GoOnWithoutLostRanks, check_share_out
 from keras_dist.callbacks.throughput import Throughput
 from keras_dist.callbacks.uneven import UnevenDataCallback
 from keras_dist.callbacks.verification import VerifyReplicas
+from keras_dist.runtime.process_sets import ProcessSet
+from keras_dist.training.session_callback import SessionCallback
 
 __all__ = [
     "AgreeOnStoppingCallback",
@@ -96,6 +98,7 @@ def callbacks(
     on_failure: str | None = None,
     share_out: str = "next epoch",
     verbose: int = 0,
+    process_set: ProcessSet | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Returns the callbacks for distributed training, in the right order.
 
@@ -122,13 +125,19 @@ def callbacks(
         share_out: as for `GoOnWithoutLostRanks`: only `"next epoch"`, the default, is left.
         verbose: 1 prints a line at the end of the warmup and at each checkpoint, on the root.
             Defaults to 0.
+        process_set: the ranks that train together, to which each rank that calls `fit` must
+            belong: it averages, broadcasts, stops and saves within the set, so that sets train
+            different models at the same time. The optimizer needs the same `process_set`. The
+            first rank of the set is the root in place of rank 0. Files of sets need different
+            paths. Defaults to all ranks.
 
     Returns:
         A flat list of callbacks for `fit`, `evaluate` or `predict`.
 
     Raises:
         ArgumentError: `warmup_epochs` is given without `initial_lr`; `uneven`, `on_failure` or
-            `share_out` is unknown; `root_rank` is not 0 with another `on_failure` than `"stop"`.
+            `share_out` is unknown; `root_rank` is not 0, or there is a `process_set`, with another
+            `on_failure` than `"stop"`; this rank or the root is not in `process_set`.
     """
     check_share_out(share_out)
     made: list[keras.callbacks.Callback] = [
@@ -139,7 +148,7 @@ def callbacks(
         AverageStatisticsCallback(),
         MetricAverageCallback(root_rank=root_rank),
     ]
-    if _goes_on(on_failure, root_rank):
+    if _goes_on(on_failure, root_rank, process_set):
         made.append(GoOnWithoutLostRanks())
     if throughput:
         made.append(Throughput())
@@ -158,12 +167,15 @@ def callbacks(
         made.append(ModelCheckpoint(checkpoint, verbose=verbose, root_rank=root_rank))
     made.append(VerifyReplicas(every=None, root_rank=root_rank))
     made.append(AgreeOnStoppingCallback(may_stop_at_a_batch(others)))
-    backups = [callback for callback in others if isinstance(callback, BackupAndRestore)]
-    made.append(PreemptionCallback(backups, root_rank))
+    made.append(PreemptionCallback(root_rank=root_rank))
+    if process_set is not None:
+        for callback in made:
+            if isinstance(callback, SessionCallback):
+                callback.train_within(process_set)
     return made
 
 
-def _goes_on(on_failure: str | None, root_rank: int) -> bool:
+def _goes_on(on_failure: str | None, root_rank: int, process_set: ProcessSet | None) -> bool:
     choice = on_failure or config.settings().on_failure
     if choice not in ("stop", "continue"):
         expected = "on_failure to be 'stop', 'continue' or None"
@@ -173,6 +185,9 @@ def _goes_on(on_failure: str | None, root_rank: int) -> bool:
     elif choice != "stop" and root_rank != 0:
         expected, choice = f"root_rank=0 with on_failure={choice!r}", f"root_rank={root_rank}"
         remedy = "Use root_rank=0: when a rank dies, the remaining ranks are renumbered from 0."
+    elif process_set is not None and choice != "stop":
+        expected = "on_failure='stop' with a process_set"
+        remedy = "Omit on_failure: the job ends when a rank dies, and keras-dist run restarts it."
     else:
         return choice == "continue"
     raise errors.ArgumentError(runtime.where(), expected, repr(choice), remedy)

@@ -5,7 +5,7 @@ import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import keras
@@ -16,27 +16,28 @@ from keras_dist._compat.keras.callbacks import BackupAndRestore as KerasBackup
 from keras_dist._compat.keras.models import initial_epoch_from
 from keras_dist.callbacks import fit_state, rank_states, resumed_data
 from keras_dist.callbacks.background_writer import NEEDS_ROOM
-from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.callbacks.fit_state import FitState
 from keras_dist.callbacks.random_state import RandomState
 from keras_dist.callbacks.resumed_epoch import ResumedEpoch, end_at_once
-from keras_dist.callbacks.stopping import is_stopped
 from keras_dist.callbacks.unsaved_state import UnsavedState
 from keras_dist.callbacks.verification import ENDING, verify_before_writing
 from keras_dist.data import epochs
+from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.storage import versioned_backups
 from keras_dist.storage.memory_copies import MemoryCopies
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 from keras_dist.training import model_arrays
+from keras_dist.training.fit_session import FitSession, is_stopped
 from keras_dist.training.model_state import accumulators, has_weights, optimizers_of
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
+from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import gathered
 
 ABOUT = "about"  # name of the JSON document among the arrays of the file
 
 
-class BackupAndRestore(ListMember, KerasBackup):
+class BackupAndRestore(SessionCallback, KerasBackup):
     """Keras' `BackupAndRestore` for distributed training: only the root writes and reads.
 
     A backup is a single file with weights, optimizer state, random states, callback states, epoch
@@ -115,7 +116,7 @@ class BackupAndRestore(ListMember, KerasBackup):
     ):
         super().__init__(str(backup_dir), *args, **kwargs)
         runtime.communicator().index_of_root(root_rank)
-        self.root_rank = root_rank
+        self.root_rank, self.memory = root_rank, memory
         self._directory = pathlib.Path(self.backup_dir)
         self._retry_policy = RetryPolicy()
         self._intact: pathlib.Path | None = None  # on the root: the newest backup known intact
@@ -131,9 +132,21 @@ class BackupAndRestore(ListMember, KerasBackup):
         self._unsaved: UnsavedState | None = None
         self._resumed: ResumedEpoch | None = None
 
-    def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    def train_within(self, process_set: ProcessSet) -> None:
+        """Refuses copies in memory, which are those of the job."""
+        super().train_within(process_set)
+        if self.memory:
+            raise errors.ArgumentError(
+                runtime.where(),
+                "memory=False with a process_set",
+                "memory=True",
+                "Omit memory: a set reads its backup from the directory.",
+            )
+
+    def enter(self, session: FitSession) -> None:
         """Finds the backup before other callbacks change their files."""
-        self._fit = FitState(callbacks, self.root_rank)
+        session.backups.append(self)
+        self._fit = FitState(session.callbacks, self.root_rank)
         self._copy = self._copies.find()
         resumes = self._on_root(self._find, "to find the backup in", versioned_backups.REMEDY)
         self._fit.agree(resumes)
@@ -156,12 +169,10 @@ class BackupAndRestore(ListMember, KerasBackup):
         found["step"] = resumed_data.steps_now(found, warns=runtime.rank() == self.root_rank)
         epochs.restore(found["data"])
         self._random.resume(found.get("random"))
-        self.when_all_have_been_called(self._fit.restore_callbacks)
+        self.after_hook(self._fit.restore_callbacks)
         if found["begun"]:
             self._step = found["step"]
-            self._resumed = ResumedEpoch(
-                self.model, self._fit, self._random, found, self.whole_list
-            )
+            self._resumed = ResumedEpoch(self.session, self._fit, self._random, found)
         elif found["stopped"]:
             initial_epoch_from(self.model, end_at_once(found["epoch"], self.params["epochs"]))
 
@@ -173,9 +184,9 @@ class BackupAndRestore(ListMember, KerasBackup):
         self._copies.touch()
         self._has_begun = True
         if self._resumed is not None:
-            self.when_all_have_been_called(functools.partial(self._resume_epoch, self._resumed))
+            self.after_hook(functools.partial(self._resume_epoch, self._resumed))
         if self._unsaved is not None:
-            self.when_all_have_been_called(self._unsaved.begin)
+            self.after_hook(self._unsaved.begin)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts the batch and writes a backup if `save_freq` is reached."""
@@ -184,10 +195,8 @@ class BackupAndRestore(ListMember, KerasBackup):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes a backup that resumes at the next epoch, unless `save_freq` is a number."""
-        if self._resumed is not None:
-            self._resumed.end()
         if self._unsaved is not None:
-            self.when_all_have_been_called(self._unsaved.end)
+            self.after_hook(self._unsaved.end)
         self._data = epochs.numbers()
         self._step, self._has_begun, self._resumed = 0, False, None
         super().on_epoch_end(epoch, logs)
@@ -213,7 +222,7 @@ class BackupAndRestore(ListMember, KerasBackup):
             Whether a backup of the current step exists.
         """
         steps = _engine.collectives.allgather_object(
-            runtime.communicator(), self._step, operation="the place of a backup"
+            runtime.fit_communicator(), self._step, operation="the place of a backup"
         )
         self._step = max(steps)  # ranks that are out of data have trained fewer
         if self._written != (self._keras_dist_epoch, self._step):
@@ -222,12 +231,12 @@ class BackupAndRestore(ListMember, KerasBackup):
 
     def _keras_dist_save(self) -> None:
         # Later callbacks of the list have not run the current hook yet.
-        self.when_all_have_been_called(self._back_up)
+        self.after_hook(self._back_up)
 
     def _back_up(self) -> None:
         statistics = verify_before_writing(self.model)
         self._random_states = self._random.gather(within=self._has_begun)
-        self._rank_states = self._fit.gather(self.model, self.last_logs(), statistics)
+        self._rank_states = self._fit.gather(self.model, self.session.last_logs, statistics)
         self._copy = None
         with gathered(self.model, self.root_rank):
             self._copy = self._copies.write(self._save)
@@ -308,7 +317,7 @@ class BackupAndRestore(ListMember, KerasBackup):
             "stopped": is_stopped(self.model),
             "data": self._data,
             "random": self._random_states,
-            "ranks": runtime.size(),
+            "ranks": runtime.fit_size(),
             "global_batch": resumed_data.global_batch(),
         }
 

@@ -10,11 +10,11 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.data.nested import as_array
-from keras_dist.training.traced_steps import before_first_step
-from keras_dist.training.trainer import watch_models
+from keras_dist.training.fit_session import FirstStep
+from keras_dist.training.session_callback import SessionCallback
 
 
-class VerifyBatches(keras.callbacks.Callback):
+class VerifyBatches(SessionCallback):
     """Warns if ranks start `fit` with the same first batch.
 
     Without sharding every rank trains on the same samples, and the job learns no more than a
@@ -35,25 +35,17 @@ class VerifyBatches(keras.callbacks.Callback):
     def __init__(self, root_rank: int = 0):
         super().__init__()
         runtime.communicator().index_of_root(root_rank)
-        watch_models()  # without a distributed optimizer, no other code has called it
         self.root_rank = root_rank
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes the first step compare its batch with those of other ranks."""
-        if runtime.size() == 1 or epochs.is_sharded_everywhere():
+        if runtime.fit_size() == 1 or epochs.is_sharded_everywhere():
             return
-        model = self.model
+        self.session.before_first_step(FirstStep.COMPARE, self._compare)
 
-        def compare(*arguments: Any) -> Any:
-            backend = _backends.active()
-            batch, arguments = backend.first_batch(model.steps_per_execution, *arguments)
-            self._compare(batch)
-            return model.train_function(*arguments)
-
-        before_first_step(model, compare)
-
-    def _compare(self, batch: Any) -> None:
-        comm = runtime.communicator()
+    def _compare(self, *arguments: Any) -> tuple[Any, ...]:
+        comm, count = runtime.fit_communicator(), self.session.model.steps_per_execution
+        batch, arguments = _backends.active().first_batch(count, *arguments)
         digests = _engine.collectives.allgather_object(
             comm, _digest(batch), operation="comparing the first batches"
         )
@@ -62,7 +54,7 @@ class VerifyBatches(keras.callbacks.Callback):
             if digest is not None:
                 ranks[digest].append(str(rank))
         same = ["ranks " + ", ".join(group) for group in ranks.values() if len(group) > 1]
-        if same and comm.rank == self.root_rank:
+        if same and runtime.rank() == self.root_rank:
             warnings.warn(
                 errors.explain(
                     comm.where(),
@@ -74,6 +66,7 @@ class VerifyBatches(keras.callbacks.Callback):
                 RuntimeWarning,
                 stacklevel=2,
             )
+        return arguments
 
 
 def _digest(batch: Any) -> bytes | None:

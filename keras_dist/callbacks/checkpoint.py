@@ -13,13 +13,14 @@ from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 from keras_dist.training.model_state import state
+from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import gathered, whole_nbytes
 
 # Upper bound of the metadata that HDF5 writes per file and per variable.
 HDF5_NBYTES = 8192
 
 
-class ModelCheckpoint(KerasCheckpoint):
+class ModelCheckpoint(SessionCallback, KerasCheckpoint):
     """Keras' `ModelCheckpoint` for distributed training: only the root writes.
 
     The root writes to a temporary file in the same directory and renames it. A reader never sees

@@ -5,9 +5,10 @@ from typing import Any
 import keras
 
 from keras_dist import runtime
+from keras_dist.training.session_callback import SessionCallback
 
 
-class RootConsoleCallback(keras.callbacks.Callback):
+class RootConsoleCallback(SessionCallback):
     """Sets `verbose=0` on all ranks but the root.
 
     The callback must precede Keras' progress bar, which Keras appends to the list. On ranks other

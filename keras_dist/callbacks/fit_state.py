@@ -37,7 +37,7 @@ class FitState:
 
     def agree(self, resumes: bool) -> None:
         """Broadcasts the names of the callbacks of the root. Collective: every rank; blocks."""
-        comm, names = runtime.communicator(), list(self.callbacks)
+        comm, names = runtime.fit_communicator(), list(self.callbacks)
         self._on_root = _engine.collectives.broadcast_object(
             comm, names, self._root_rank, "the callbacks of the root"
         )
@@ -92,9 +92,9 @@ class FitState:
 
     def _own(self) -> dict[str, Any]:
         """Returns the states in the backup that belong to this rank."""
-        ranks, rank = self.ranks(), runtime.rank()
+        ranks, rank = self.ranks(), runtime.fit_rank()
         own: dict[str, Any] = rank_states.of_rank(ranks)[CALLBACKS]
-        if len(ranks) == runtime.size():
+        if len(ranks) == runtime.fit_size():
             return own
         # Positions in files differ between ranks.
         mine = ranks[rank][CALLBACKS] if rank < len(ranks) else {}

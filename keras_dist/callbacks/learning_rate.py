@@ -8,9 +8,10 @@ import keras
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.optimizer_state import learning_rate, velocities
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, innermost_optimizer
+from keras_dist.training.session_callback import SessionCallback
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):
+class LearningRateScheduleCallback(SessionCallback):
     """Sets the learning rate to `initial_lr * multiplier` in a range of epochs.
 
     Several instances with consecutive ranges form a schedule.
@@ -187,7 +188,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Stores the number of ranks: the warmup stays the same if ranks die during it."""
-        self._ranks = runtime.size()
+        self._ranks = runtime.fit_size()
         super().on_train_begin(logs)
 
     def _growth(self, epoch: float) -> float:
@@ -202,7 +203,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             # With steps_per_execution, Keras does not call the hook of the last step.
             self._set_rate(self.initial_lr)
         super().on_epoch_end(epoch, logs)
-        if last and self.verbose and runtime.rank() == 0:
+        if last and self.verbose and runtime.fit_rank() == 0:
             rate = _rate_of(self.model.optimizer)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 

@@ -42,7 +42,7 @@ def agreed_logs(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
     own = dict(_numbers(logs))
     mine = counts, {path: _described(value) for path, value in own.items()}
     everyone = _engine.collectives.allgather_object(
-        runtime.communicator(), mine, operation="averaging the logs"
+        runtime.fit_communicator(), mine, operation="averaging the logs"
     )
     counting = [found for counted, found in everyone if counted]
     counting = counting or [found for _, found in everyone]
@@ -79,7 +79,7 @@ def _averages(
     """Returns averages of arrays over the ranks that count. Collective unless there are none."""
     if not paths:
         return {}
-    comm = runtime.communicator()
+    comm = runtime.fit_communicator()
     values = [own[path] for path in paths]
     floats = [value if value.dtype.kind == "f" else value.astype(float) for value in values]
     sums = _engine.collectives.allreduce(

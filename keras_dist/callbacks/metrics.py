@@ -8,12 +8,12 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.callbacks.log_values import agreed_logs, as_numbers, is_close
 from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.fit_session import Compute, FitSession, Logs
 from keras_dist.training.metric_states import merged_states, unmergeable
-from keras_dist.training.tasks import Compute, Task, task_of
-from keras_dist.training.trainer import watch_models
+from keras_dist.training.session_callback import SessionCallback
 
 
-class MetricAverageCallback(keras.callbacks.Callback):
+class MetricAverageCallback(SessionCallback):
     """Computes the logs of `fit` and `evaluate` over the data of all ranks.
 
     A Keras metric computes its result from a state (totals, counts, confusion matrices). The
@@ -41,30 +41,32 @@ class MetricAverageCallback(keras.callbacks.Callback):
         ArgumentError: `root_rank` is not a rank.
     """
 
+    is_collective_in_validation = True
+
     def __init__(self, device: str = "", root_rank: int = 0):
         super().__init__()
         runtime.communicator().index_of_root(root_rank)
-        watch_models()  # without a distributed optimizer, no other code has called it
         self.root_rank = root_rank
-        self._warned: Task | None = None
+        self._warned: FitSession | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Activates the reduction of logs, until the end of this `fit`."""
-        if runtime.size() > 1:
-            task_of(self.model).reduce_logs = self._exact
+        if runtime.fit_size() > 1:
+            self.session.transform_logs(Logs.COMPUTE, self._exact)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Activates the reduction of logs, until the end of this `evaluate`."""
-        if runtime.size() > 1:
-            task_of(self.model).reduce_logs = self._exact
-            task_of(self.model).is_evaluation = True
+        if runtime.fit_size() > 1:
+            self.session.transform_logs(Logs.COMPUTE, self._exact)
+            self.session.is_evaluation = True
 
-    def _exact(self, compute: Compute, logs: Any) -> dict[str, Any]:
+    def _exact(self, logs: Any, compute: Compute) -> dict[str, Any]:
         """Returns the logs of an epoch from the states of all ranks."""
         model = self.model
-        if task_of(model).is_evaluation and distributed_optimizers(model):
+        if self.session.is_evaluation and distributed_optimizers(model):
             _backends.active().finish_calls()
-            _engine.collectives.join_all(runtime.communicators())  # others may have more batches
+            # Others may have more batches.
+            _engine.collectives.join_all(runtime.fit_communicators())
         # Not earlier: metrics create their variables at the first step.
         self._warn_once(model)
         with merged_states(model):
@@ -81,10 +83,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def _warn_once(self, model: keras.Model) -> None:
         """Warns of metrics whose results are not exact."""
-        task = task_of(model).outermost
-        if self._warned is task or runtime.rank() != self.root_rank:
+        outermost = self.session.outermost
+        if self._warned is outermost or runtime.rank() != self.root_rank:
             return
-        self._warned = task
+        self._warned = outermost
         if found := unmergeable(model):
             warnings.warn(
                 errors.explain(

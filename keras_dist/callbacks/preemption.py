@@ -5,21 +5,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-
 from keras_dist import _engine, runtime
 from keras_dist._compat.keras.callbacks import model_of
-from keras_dist.callbacks.backup import BackupAndRestore
-from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.callbacks.signals import Signals
-from keras_dist.callbacks.stopping import STOPS_JOB
 from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
-from keras_dist.training.tasks import task_of
+from keras_dist.training.fit_session import STOPS_JOB, Compute, Logs, Order
+from keras_dist.training.session_callback import SessionCallback
 
 _log = logging.getLogger("keras_dist")
 
 
-class PreemptionCallback(ListMember, keras.callbacks.Callback):
+class PreemptionCallback(SessionCallback):
     """Ends the job with a backup when any rank receives SIGTERM or SIGUSR1 during `fit`.
 
     Batch systems send these signals before they reclaim nodes. All ranks finish the step, write a
@@ -41,14 +37,16 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
     Collective: every rank must pass the callback to `fit`.
 
     Args:
-        backups: callbacks that write the backup. Defaults to `()`, no backup.
+        backups: callbacks that write the backup. Defaults to `None`: those of the list.
         root_rank: rank that logs the preemption. Defaults to 0.
 
     Raises:
         SystemExit: a rank received a signal; raised on every rank, by `fit`.
     """
 
-    def __init__(self, backups: Sequence[BackupAndRestore] = (), root_rank: int = 0):
+    order = Order.LEAVES
+
+    def __init__(self, backups: Sequence[Any] | None = None, root_rank: int = 0):
         super().__init__()
         self.backups = backups
         self.root_rank = root_rank
@@ -71,7 +69,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
             return
         self._ask()
         # All ranks are at the end of the steps when the logs have been computed.
-        task_of(self.model).after_logs.append(self._leave_if_asked)
+        self.session.transform_logs(Logs.LEAVE, self._leave_if_asked)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Exchanges signals with the other ranks."""
@@ -88,7 +86,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
 
     def _announce(self, name: str) -> None:
         text = f"{name} on rank {runtime.rank()}"
-        if runtime.size() == 1:
+        if runtime.fit_size() == 1:
             self._receive([text])
         else:
             _engine.piggyback.post(text)
@@ -101,19 +99,21 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
 
     def _ask(self) -> None:
         everyone = _engine.collectives.allgather_object(
-            runtime.communicator(), _engine.piggyback.notice(), operation="exchanging signals"
+            runtime.fit_communicator(), _engine.piggyback.notice(), operation="exchanging signals"
         )
         self._received += [text for text in everyone if text is not None]
         if self._received:
             # The backup must include the effects of later callbacks in the current hook.
-            self.when_all_have_been_called(self._leave)
+            self.after_hook(self._leave)
 
-    def _leave_if_asked(self) -> None:
+    def _leave_if_asked(self, logs: Any, _: Compute) -> Any:
         if self._received:
             self._leave()
+        return logs
 
     def _leave(self) -> None:
-        written = [str(backup.backup_dir) for backup in self.backups if backup.save_now()]
+        backups = self.session.backups if self.backups is None else self.backups
+        written = [str(backup.backup_dir) for backup in backups if backup.save_now()]
         if runtime.rank() == self.root_rank:
             what = (
                 f"A backup is in {', '.join(written)}. Start the job again to resume from it."
@@ -124,7 +124,7 @@ class PreemptionCallback(ListMember, keras.callbacks.Callback):
             _log.warning(
                 "keras_dist: %s: all %d ranks stop, %s. %s Exit code %d.",
                 ", ".join(self._received),
-                runtime.size(),
+                runtime.fit_size(),
                 _engine.progress.describe_progress(),
                 what,
                 PREEMPTED_EXIT_CODE,

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import keras
-
 from keras_dist import _engine
 from keras_dist.callbacks.throughput import count_samples
+from keras_dist.training.session_callback import SessionCallback
 
 
-class ProgressCallback(keras.callbacks.Callback):
+class ProgressCallback(SessionCallback):
     """Records steps, samples and logs of `fit` for monitors such as `keras-dist top`.
 
     The overhead is a few assignments per step and no collective. The callback reads one value

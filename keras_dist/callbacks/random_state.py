@@ -40,15 +40,17 @@ class RandomState:
         now = random_generators.states(_data())
         mine = [self._at_begin, now] if within else [now]
         return _engine.collectives.allgather_object(
-            runtime.communicator(), mine, operation="the random numbers of the ranks for a backup"
+            runtime.fit_communicator(),
+            mine,
+            operation="the random numbers of the ranks for a backup",
         )
 
     def resume(self, found: Sequence[list[States]] | None) -> None:
         """Restores the generators of this rank from a backup of the same number of ranks."""
         self._resumed = self._skipped = {}
-        if found is None or len(found) != runtime.size():
+        if found is None or len(found) != runtime.fit_size():
             return
-        at_begin, *later = found[runtime.rank()]
+        at_begin, *later = found[runtime.fit_rank()]
         _set(at_begin)
         if later:
             self._resumed, self._skipped = at_begin, _of_steps(later[0])

@@ -35,13 +35,13 @@ def state(
 
 def of_rank(states: Sequence[RankState]) -> RankState:
     """Returns the state of this rank, or of rank 0 in a job of another size."""
-    rank = runtime.rank()
-    return states[rank] if len(states) == runtime.size() else states[0]
+    rank = runtime.fit_rank()
+    return states[rank] if len(states) == runtime.fit_size() else states[0]
 
 
 def restore_random(model: keras.Model, states: Sequence[RankState], root_rank: int) -> None:
     """Restores the random generators of each rank. Collective: every rank; blocks."""
-    if len(states) != runtime.size():
+    if len(states) != runtime.fit_size():
         separate_generators(model, root_rank)
         return
     for variable, value in zip(random_states(model), of_rank(states)["random"], strict=True):
@@ -50,7 +50,7 @@ def restore_random(model: keras.Model, states: Sequence[RankState], root_rank: i
 
 def restore_statistics(model: keras.Model, states: Sequence[RankState]) -> None:
     """Restores the moving statistics of each rank; a job of another size keeps their average."""
-    if len(states) == runtime.size():
+    if len(states) == runtime.fit_size():
         assign_statistics(model, of_rank(states).get("statistics", {}))
 
 
@@ -73,10 +73,10 @@ def restore_metrics(model: keras.Model, states: Sequence[RankState]) -> bool:
     for number, variable in enumerate(variables):
         values = [each["metrics"][number] for each in states]
         state = known.get(id(variable))
-        if len(states) == runtime.size():
-            variable.assign(values[runtime.rank()])
+        if len(states) == runtime.fit_size():
+            variable.assign(values[runtime.fit_rank()])
         elif state is None:
             variable.assign(values[0])
-        elif runtime.rank() == 0 or state.how == "mean":
+        elif runtime.fit_rank() == 0 or state.how == "mean":
             variable.assign(state.joined(values))
     return True

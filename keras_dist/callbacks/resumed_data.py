@@ -32,14 +32,14 @@ def steps_now(about: dict[str, Any], warns: bool) -> int:
                 about["epoch"] + 1,
                 now,
             )
-    elif step and not now and about.get("ranks", runtime.size()) != runtime.size():
+    elif step and not now and about.get("ranks", runtime.fit_size()) != runtime.fit_size():
         log(
             "The backup was written by %d ranks and its epoch resumes on %d, in a different order "
             "of data: samples may be repeated or skipped. Use "
             "keras_dist.data.shard(..., shuffle='global'), whose order is the same for any number "
             "of ranks.",
             about["ranks"],
-            runtime.size(),
+            runtime.fit_size(),
         )
     return step
 

@@ -7,6 +7,7 @@ import keras
 
 from keras_dist import errors, runtime
 from keras_dist.storage.root_action import on_root
+from keras_dist.training.session_callback import SessionCallback
 
 HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith("on_"))
 # Hooks that every rank calls, rarely enough for a collective.
@@ -21,7 +22,7 @@ CHANGE_MODEL = (
 )
 
 
-class RootOnly(keras.callbacks.Callback):
+class RootOnly(SessionCallback):
     """Calls a callback on the root only, such as `TensorBoard`, `CSVLogger` or a user callback.
 
     The other ranks have the callback, but do not call it. A failure at the beginning or end of

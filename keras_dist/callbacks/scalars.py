@@ -7,14 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import keras
-
 from keras_dist import _engine, errors, runtime
 from keras_dist.monitor import endpoints
 from keras_dist.monitor.job import Job
+from keras_dist.training.session_callback import SessionCallback
 
 
-class WriteScalars(keras.callbacks.Callback):
+class WriteScalars(SessionCallback):
     """Writes the values of `keras-dist top` as TensorBoard scalars during `fit`.
 
     Scalars of the job are `samples_per_second` and Keras' metrics, such as `loss`. Scalars of each

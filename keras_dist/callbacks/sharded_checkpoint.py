@@ -20,6 +20,7 @@ from keras_dist.storage.root_action import on_all
 from keras_dist.storage.tensor_file import Tensor
 from keras_dist.storage.versioned_backups import number_of
 from keras_dist.training import model_arrays
+from keras_dist.training.fit_session import FitSession
 from keras_dist.training.model_state import (
     bytes_of,
     has_weights,
@@ -112,11 +113,11 @@ class ShardedCheckpoint(BackupAndRestore):
         self._previous: int | None = None  # number of the newest generation known undamaged
         self._config: str | None = None
 
-    def before_training(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    def enter(self, session: FitSession) -> None:
         """Waits for the write of an earlier `fit` that raised, and looks for a checkpoint."""
         self._settle()
         self._found = None
-        super().before_training(callbacks)
+        super().enter(session)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the newest generation on all ranks, and makes room for copies."""
@@ -151,7 +152,7 @@ class ShardedCheckpoint(BackupAndRestore):
             return  # the root has logged why
         statistics = verify_before_writing(self.model, check=verify_sums)
         self._random_states = self._random.gather(within=self._has_begun)
-        self._rank_states = self._fit.gather(self.model, self.last_logs(), statistics)
+        self._rank_states = self._fit.gather(self.model, self.session.last_logs, statistics)
         about = self._describe()
         pieces = self._pieces(model_arrays.describe(self.model, about))
         copy = self._stage.copy if self.asynchronous else views_of
@@ -159,8 +160,8 @@ class ShardedCheckpoint(BackupAndRestore):
         if self._is_root():
             tensors += self._arrays_of_root(about)
             manifest = {**about, "model": self._config}
-        self._size = runtime.size()
-        place = (runtime.rank(), self._size)
+        self._size = runtime.fit_size()
+        place = (runtime.fit_rank(), self._size)
         self._writer.start(number, place, tensors, manifest, self._previous)
         self._started = (self._keras_dist_epoch, self._step)
         if not self.asynchronous:
@@ -174,7 +175,7 @@ class ShardedCheckpoint(BackupAndRestore):
         if started is None:
             return
         failures = _engine.collectives.allgather_object(
-            runtime.communicator(),
+            runtime.fit_communicator(),
             self._writer.wait_for_part(),
             operation="the parts of a checkpoint",
         )
@@ -198,7 +199,7 @@ class ShardedCheckpoint(BackupAndRestore):
     def _conclude(self, failures: Sequence[OSError | None]) -> bool:
         """Waits for the manifest, on the root; returns whether the generation is whole."""
         failed = {rank: each for rank, each in enumerate(failures) if each is not None}
-        lost = self._size - runtime.size()
+        lost = self._size - runtime.fit_size()
         who = f"rank {min(failed)} to write its part" if failed else "to write the manifest"
         expected = f"{who} of a checkpoint in {self._directory}"
         own = self._writer.finish(are_whole=not failed and not lost)
@@ -222,7 +223,7 @@ class ShardedCheckpoint(BackupAndRestore):
         """Returns the pieces that this rank writes."""
         equal = shared_state(self.model) if are_replicas(self.model) else []
         ids = {id(variable) for variable in equal}
-        place = runtime.rank(), runtime.size()
+        place = runtime.fit_rank(), runtime.fit_size()
         return pieces_of_rank(variables, *place, lambda v: id(v) in ids, self._is_root())
 
     def _arrays_of_root(self, about: dict[str, Any]) -> list[Tensor]:

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import keras
-
 from keras_dist.training.replicas import average_statistics
+from keras_dist.training.session_callback import SessionCallback
 
 
-class AverageStatisticsCallback(keras.callbacks.Callback):
+class AverageStatisticsCallback(SessionCallback):
     """Averages moving statistics, such as those of batch normalization, over the ranks.
 
     Each rank updates moving statistics from its own batches. The callback averages them before
@@ -17,6 +16,8 @@ class AverageStatisticsCallback(keras.callbacks.Callback):
 
     Collective: every rank must pass the callback to `fit`.
     """
+
+    is_collective_in_validation = True
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Averages before validation."""

@@ -1,6 +1,6 @@
 """Agreement on `stop_training`: all ranks stop after the same step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -10,22 +10,13 @@ from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras, model_of, module_of
 from keras_dist.callbacks.root import RootOnly, overrides
 from keras_dist.ops.bucket_size import bucket_nbytes
-
-__all__ = [
-    "STOPS_EPOCH",
-    "STOPS_JOB",
-    "AgreeOnStoppingCallback",
-    "is_stopped",
-    "may_stop_at_a_batch",
-]
-
-# True values of `stop_training` that end only an epoch (out of data) or a job (to be restarted).
-STOPS_EPOCH, STOPS_JOB = "this epoch alone", "this job alone"
+from keras_dist.training.fit_session import Order, is_stopped
+from keras_dist.training.session_callback import SessionCallback
 
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
-class AgreeOnStoppingCallback(keras.callbacks.Callback):
+class AgreeOnStoppingCallback(SessionCallback):
     """Stops all ranks if `model.stop_training` is set on any rank.
 
     The callback must follow all callbacks that may stop training. `keras_dist.callbacks()` puts it
@@ -43,6 +34,8 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         MismatchError: `each_batch` differs between the ranks; raised on every rank, by `fit`.
     """
 
+    order = Order.STOPS
+
     def __init__(self, each_batch: bool = False):
         super().__init__()
         self.each_batch = each_batch
@@ -51,21 +44,23 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
             # of all callbacks in the training thread, the only thread that may run collectives.
             self.on_train_batch_end = self._agree
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks that `each_batch` is equal on all ranks."""
-        comm = runtime.communicator()
-        everyone = _engine.collectives.allgather_object(
-            comm, self.each_batch, operation="agreeing on when to agree on stopping"
-        )
-        if len(set(everyone)) > 1:
-            ranks = ", ".join(str(rank) for rank, each in enumerate(everyone) if each)
+    def asks(self, appended: Sequence[keras.callbacks.Callback]) -> tuple[bool, bool]:
+        """Returns whether to agree after every batch, as made and because of appended callbacks."""
+        return self.each_batch, may_stop_at_a_batch(appended)
+
+    def told(self, answers: Sequence[tuple[bool, bool]]) -> "AgreeOnStoppingCallback":
+        """Returns a callback that agrees after every batch if any rank asks for it."""
+        as_made, appended = zip(*answers, strict=True)
+        if len(set(as_made)) > 1:
+            ranks = ", ".join(str(rank) for rank, each in enumerate(as_made) if each)
             raise errors.MismatchError(
-                comm.where(),
+                runtime.where(),
                 "callbacks that may stop at a batch on every rank or on none",
-                f"some on ranks {ranks} of {comm.size} alone",
+                f"some on ranks {ranks} of {len(answers)} alone",
                 "Pass the same callbacks on every rank. Wrap a callback that acts on one rank "
                 "in keras_dist.callbacks.RootOnly.",
             )
+        return type(self)(each_batch=True) if any(appended) and not self.each_batch else self
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees on a stop; Keras then stops after the first batch."""
@@ -75,17 +70,8 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         """Agrees on whether this epoch is the last."""
         self._agree()
 
-    def after_batches(self) -> "AgreeOnStoppingCallback":
-        """Returns an equivalent callback that also agrees after every batch."""
-        return self if self.each_batch else type(self)(each_batch=True)
-
-    @staticmethod  # `fit_plan` asks an instance: it is imported before this package
-    def may_stop_at_batches(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
-        """Returns whether any of the callbacks may stop training after a batch."""
-        return may_stop_at_a_batch(callbacks)
-
     def _agree(self, batch: int = 0, logs: dict[str, Any] | None = None) -> None:
-        model, comm = model_of(self), runtime.communicator()
+        model, comm = model_of(self), runtime.fit_communicator()
         stopped = np.array([is_stopped(model)], np.uint8)
         (any_rank,) = _engine.collectives.allreduce(
             comm,
@@ -96,12 +82,6 @@ class AgreeOnStoppingCallback(keras.callbacks.Callback):
         )
         if any_rank[0]:
             model.stop_training = True
-
-
-def is_stopped(model: keras.Model) -> bool:
-    """Returns whether training is stopped, rather than only the epoch or the job."""
-    stop = model.stop_training
-    return bool(stop) and stop is not STOPS_EPOCH and stop is not STOPS_JOB
 
 
 def may_stop_at_a_batch(callbacks: Iterable[keras.callbacks.Callback]) -> bool:

@@ -7,9 +7,10 @@ import keras
 
 from keras_dist import _engine, config, errors, runtime
 from keras_dist.data import epochs
+from keras_dist.training.session_callback import SessionCallback
 
 
-class GoOnWithoutLostRanks(keras.callbacks.Callback):
+class GoOnWithoutLostRanks(SessionCallback):
     """Continues training on the remaining ranks when a rank dies, without loss of a step.
 
     Requires Open MPI 5 or newer, started by `mpiexec --with-ft ulfm`, which

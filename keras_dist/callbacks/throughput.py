@@ -9,9 +9,10 @@ import numpy as np
 from keras_dist import _engine, runtime
 from keras_dist._compat.keras.metrics import samples_weighted
 from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.training.session_callback import SessionCallback
 
 
-class Throughput(keras.callbacks.Callback):
+class Throughput(SessionCallback):
     """Adds the throughput of all ranks and their waiting time to the logs of an epoch.
 
     - `samples_per_second`: samples per second of all ranks together.
@@ -85,7 +86,7 @@ class Throughput(keras.callbacks.Callback):
         # With steps_per_execution, Keras passes the last step of a full execution.
         steps = min(self._steps, self.params.get("steps") or self._steps)
         samples, seconds, waited, steps = _sums([*self._counted, steps - self._resumed[1]])
-        ranks = runtime.size()
+        ranks = runtime.fit_size()
         if samples > steps or type(self.model).train_step is keras.Model.train_step:
             name, speed = "samples_per_second", samples * ranks / seconds
         else:
@@ -124,7 +125,7 @@ def count_samples(model: keras.Model) -> float:
 
 def _sums(values: list[float]) -> list[float]:
     """Returns the sums of the values of all ranks. Collective."""
-    comm = runtime.communicator()
+    comm = runtime.fit_communicator()
     (sums,) = _engine.collectives.allreduce(
         comm,
         [np.array(values, np.float64)],

@@ -10,18 +10,18 @@ from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import layers_of
 from keras_dist._compat.keras.optimizer_state import batches_seen
 from keras_dist._compat.keras.optimizers import innermost_optimizer
-from keras_dist.callbacks.stopping import STOPS_EPOCH
 from keras_dist.layers import SyncBatchNormalization
 from keras_dist.training import layer_state
 from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.fit_session import STOPS_EPOCH, Compute, Logs
 from keras_dist.training.model_state import accumulators, optimizers_inside, replicated_variables
 from keras_dist.training.replicas import broadcast_variables
-from keras_dist.training.tasks import task_of
+from keras_dist.training.session_callback import SessionCallback
 
 CHOICES = ("continue", "stop", "error")
 
 
-class UnevenDataCallback(keras.callbacks.Callback):
+class UnevenDataCallback(SessionCallback):
     """Allows ranks to have different numbers of batches in an epoch.
 
     - `"continue"`: the epoch ends when all ranks are out of data. Gradients are averaged over the
@@ -67,23 +67,23 @@ class UnevenDataCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Prepares the end of the steps, which precedes validation and has no hook."""
-        if runtime.size() == 1:
+        if runtime.fit_size() == 1:
             return
         nested = _engine.progress.is_nested("fit")
-        for comm in runtime.communicators():
+        for comm in runtime.fit_communicators():
             self._outside[comm] = comm.faults.on_missing if nested else None
             comm.faults.on_missing = None if self.uneven == "continue" else self._stop
-        task_of(self.model).before_logs.append(self._end_steps)
+        self.session.transform_logs(Logs.END_STEPS, self._end_steps)
 
     def _stop(self) -> None:
         # Called within the step, in any thread. Does not override a permanent stop.
         if not model_of(self).stop_training:
             model_of(self).stop_training = STOPS_EPOCH
 
-    def _end_steps(self) -> None:
+    def _end_steps(self, logs: Any, _: Compute) -> Any:
         """Waits until all ranks are out of data and makes the replicas equal."""
-        model, job = self.model, runtime.communicator()
-        absences = _engine.collectives.join_all(runtime.communicators(), takes_named=False)
+        model, job = self.model, runtime.fit_communicator()
+        absences = _engine.collectives.join_all(runtime.fit_communicators(), takes_named=False)
         for comm in absences:
             comm.faults.on_missing = self._outside.pop(comm, None)
         if model.stop_training is STOPS_EPOCH:
@@ -94,12 +94,13 @@ class UnevenDataCallback(keras.callbacks.Callback):
             [_steps(optimizer) for optimizer in optimizers],
             operation=f"the end of an epoch with uneven={self.uneven!r}",
         )
+        at = {rank: place for place, rank in enumerate(job.ranks)}
         out = {comm.ranks[p] for comm, each in absences.items() if each for p in each.first_out}
         for number, optimizer in enumerate(optimizers):
             ranks = optimizer._keras_dist.communicator()
             if ranks is None:
                 continue
-            steps = [everyone[rank][number] for rank in ranks.ranks]
+            steps = [everyone[at[rank]][number] for rank in ranks.ranks]
             if absences[ranks] is None and len(set(steps)) == 1:
                 continue
             root = self._root(absences[ranks], steps)
@@ -111,6 +112,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
                 out.update(rank for rank, n in zip(ranks.ranks, steps, strict=True) if n == fewest)
         if self.uneven == "error":
             self._raise_if(out)
+        return logs
 
     def _root(self, absence: _engine.JoinedRanks | None, steps: Sequence[int]) -> int:
         """Returns the index of the rank whose state is broadcast."""
@@ -121,7 +123,7 @@ class UnevenDataCallback(keras.callbacks.Callback):
 
     def _raise_if(self, out: set[int]) -> None:
         """Raises on all ranks of the job if any rank was out of data early."""
-        job = runtime.communicator()
+        job = runtime.fit_communicator()
         everyone = _engine.collectives.allgather_object(
             job, out, operation="comparing the lengths of an epoch"
         )

@@ -9,14 +9,16 @@ import numpy as np
 
 from keras_dist import errors, runtime
 from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.fit_session import Order
 from keras_dist.training.replicas import average_statistics, broadcast_state, verify_once
+from keras_dist.training.session_callback import SessionCallback
 
 __all__ = ["ENDING", "VerifyReplicas", "are_replicas", "verify_before_writing"]
 
 WRITING, ENDING = "writing", "the end of a fit"
 
 
-class VerifyReplicas(keras.callbacks.Callback):
+class VerifyReplicas(SessionCallback):
     """Checks that weights and optimizer state are equal on all ranks.
 
     The callback checks every `every` epochs and at the end of `fit`. `keras_dist.callbacks()`
@@ -53,6 +55,7 @@ class VerifyReplicas(keras.callbacks.Callback):
             )
         runtime.communicator().index_of_root(root_rank)
         self.every = every
+        self.order = Order.VERIFIES if every is None else Order.AS_GIVEN
         self.repair = repair
         self.root_rank = root_rank
 
@@ -106,5 +109,5 @@ def verify_before_writing(
 def are_replicas(model: keras.Model) -> bool:
     """Returns whether the distributed optimizers of a model reduce over all ranks."""
     optimizers = distributed_optimizers(model)
-    job = runtime.communicator()
+    job = runtime.fit_communicator()
     return bool(optimizers) and all(o._keras_dist.communicator() is job for o in optimizers)

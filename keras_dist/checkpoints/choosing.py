@@ -34,7 +34,7 @@ def newest(directory: pathlib.Path) -> Contents | None:
 
 def newest_of_all(directory: pathlib.Path, root_rank: int) -> Contents | None:
     """Does the same on all ranks, each of which reads some parts. Collective; blocks."""
-    comm = runtime.communicator()
+    comm = runtime.fit_communicator()
 
     def ask(work: Callable[[], Value]) -> Value:
         expected = f"to read the checkpoint in {directory}"

@@ -3,15 +3,14 @@
 import pathlib
 from typing import Any
 
-import keras
 import numpy as np
 import ray.train
 
 from keras_dist import runtime
-from keras_dist.callbacks.callback_list import ListMember
+from keras_dist.training.session_callback import SessionCallback
 
 
-class ReportCallback(ListMember, keras.callbacks.Callback):
+class ReportCallback(SessionCallback):
     """Reports the metrics of each epoch to Ray Train, and files of callbacks as its checkpoint.
 
     The checkpoint is a directory that callbacks before this one write to, such as
@@ -46,7 +45,7 @@ class ReportCallback(ListMember, keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports the logs of the epoch when all callbacks have written; waits for all ranks."""
         metrics = {name: np.asarray(value).tolist() for name, value in (logs or {}).items()}
-        self.when_all_have_been_called(lambda: self._report({"epoch": epoch + 1, **metrics}))
+        self.after_hook(lambda: self._report({"epoch": epoch + 1, **metrics}))
 
     def _report(self, metrics: dict[str, Any]) -> None:
         checkpoint = None

@@ -23,6 +23,21 @@ from .job import (
     find_process_set as find_process_set,
 )
 from .job import (
+    fit_communicator as fit_communicator,
+)
+from .job import (
+    fit_communicators as fit_communicators,
+)
+from .job import (
+    fit_rank as fit_rank,
+)
+from .job import (
+    fit_size as fit_size,
+)
+from .job import (
+    fit_within as fit_within,
+)
+from .job import (
     includes_me as includes_me,
 )
 from .job import (

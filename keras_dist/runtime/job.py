@@ -5,10 +5,11 @@ collective, before `init` initializes keras_dist with its defaults. See `startup
 connect.
 """
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from keras_dist import _engine, config, errors
@@ -26,6 +27,7 @@ from keras_dist.runtime.process_sets import (
 _log = logging.getLogger("keras_dist")
 _sets: ProcessSetTable | None = None  # with the communicator of all ranks
 _detached: str | None = None  # why this process is not a rank any more
+_fit_set: ProcessSet | None = None  # of the running fit
 
 
 def init(
@@ -196,6 +198,39 @@ def communicators() -> list[_engine.Communicator]:
 def includes_me(process_set: ProcessSet | None) -> bool:
     """Returns whether this rank is in a process set; `None` stands for all ranks."""
     return process_set is None or _process_sets().includes_me(process_set)
+
+
+@contextlib.contextmanager
+def fit_within(process_set: ProcessSet | None) -> Iterator[None]:
+    """Makes a process set the ranks of the running fit; `None` leaves them as they are."""
+    global _fit_set
+    before = _fit_set
+    _fit_set = before if process_set is None else process_set
+    try:
+        yield
+    finally:
+        _fit_set = before
+
+
+def fit_communicator() -> _engine.Communicator:
+    """Returns the ranks of the running fit: those of its process set, or all; all outside of it."""
+    return communicator(_fit_set)
+
+
+def fit_communicators() -> list[_engine.Communicator]:
+    """Returns the communicators that this rank belongs to, of ranks of the running fit only."""
+    ours = set(fit_communicator().ranks)
+    return [comm for comm in communicators() if ours.issuperset(comm.ranks)]
+
+
+def fit_rank() -> int:
+    """Returns the place of this process among the ranks of the running fit."""
+    return fit_communicator().rank
+
+
+def fit_size() -> int:
+    """Returns the number of ranks of the running fit."""
+    return fit_communicator().size
 
 
 def ranks_of(process_set: ProcessSet | None) -> tuple[Ranks, ...]:

@@ -33,7 +33,7 @@ def on_root(
                 cause, failure = error, str(error) if isinstance(error, kind) else explained
             outcome = failure, value
         outcome = _engine.collectives.broadcast_object(
-            runtime.communicator(), outcome, root_rank, key
+            runtime.fit_communicator(), outcome, root_rank, key
         )
     failure, value = outcome
     if failure is not None:
@@ -58,7 +58,7 @@ def on_all(work: Callable[[], Value], operation: str) -> list[Value]:
         text = errors.explain(runtime.where(), expected, received, remedy)
         mine = errors.CheckpointError(text)
     everyone = _engine.collectives.allgather_object(
-        runtime.communicator(), mine, operation=operation
+        runtime.fit_communicator(), mine, operation=operation
     )
     failed = [result for result in everyone if isinstance(result, errors.KerasDistError)]
     if failed:

@@ -15,8 +15,8 @@ from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
 from keras_dist.training.distributed import variables_of_rank
-from keras_dist.training.layer_broadcast import broadcast_layers
 from keras_dist.training.model_state import variable_name
+from keras_dist.training.replicas import broadcast_layers
 
 
 @described_by(ops.allgather)

@@ -19,9 +19,8 @@ import keras
 import numpy as np
 
 from keras_dist._compat.keras.callbacks import is_part_of_keras
-from keras_dist._compat.keras.models import layers_of
+from keras_dist._compat.keras.models import is_trainer, layers_of
 from keras_dist.training import layer_tables
-from keras_dist.training.differences import DIGEST_NBYTES
 from keras_dist.training.model_state import local_variables, to_numpy
 from keras_dist.training.traced_steps import retrace
 
@@ -35,6 +34,7 @@ TRACED_WITH = "_keras_dist_traced_with"
 # Name of a mark: a method has failed.
 UNREADABLE = "unreadable"
 METHODS = ("save_own_variables", "load_own_variables", "save_assets", "load_assets")
+DIGEST_NBYTES = 16
 
 _log = logging.getLogger("keras_dist")
 
@@ -183,7 +183,7 @@ def _digest(layer: Any) -> bytes:
 def _constants(layer: Any) -> dict[str, np.ndarray]:
     """Returns arrays and numbers that a layer holds as attributes."""
     found: dict[str, np.ndarray] = {}
-    if layer_tables.is_table(layer) or (isinstance(layer, keras.Model) and not _derives(layer)):
+    if layer_tables.is_table(layer) or (is_trainer(layer) and not _derives(layer)):
         return found
     for name, value in vars(layer).items():
         is_array = isinstance(value, float | np.ndarray | np.generic) or _is_tensor(value)

@@ -49,7 +49,7 @@ class MetricState:
         """Returns what this rank reduces."""
         if own.dtype == bool or self.how in ("any", "all"):
             own = (own != 0).astype(np.uint8)
-        if self.how == "first" and runtime.rank() > 0:
+        if self.how == "first" and runtime.fit_rank() > 0:
             return np.zeros_like(own)
         return own if self.reset is None else own - self.reset
 
@@ -98,7 +98,7 @@ def unmergeable(model: keras.Model) -> list[str]:
 
 
 def _reduced(states: dict[int, MetricState], own: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    comm = runtime.communicator()
+    comm = runtime.fit_communicator()
     reduced: dict[int, np.ndarray] = {}
     for op in dict.fromkeys(MERGES.values()):
         members = [key for key, state in states.items() if MERGES[state.how] is op]

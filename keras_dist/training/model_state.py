@@ -14,8 +14,6 @@ from keras_dist import _backends
 from keras_dist._compat.keras import models, optimizer_state
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
 
-# Attribute of a model that skips the first batches of a resumed epoch: a function that ends this.
-SKIPPING = "_keras_dist_skipping"
 # Attribute of a model: variables that are local besides those of its optimizers.
 LOCAL = "_keras_dist_local"
 # Attribute of a state variable that is this rank's slice of a whole value, see `sharded_state`.

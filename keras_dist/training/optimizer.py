@@ -14,13 +14,13 @@ from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.copies import forget, watch_copies
 from keras_dist.training.distributed import attach, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
+from keras_dist.training.keras_hooks import watch_models
 from keras_dist.training.loss_scaling import watch_loss_scales
 from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.sharding_checks import (
     check_no_local_variables,
     check_shardable,
 )
-from keras_dist.training.trainer import watch_models
 from keras_dist.training.update_check import check_independent
 
 
@@ -70,8 +70,8 @@ def DistributedOptimizer(
         op: `Average`, `Sum` or `Adasum`, or its name. `Adasum` combines the dense gradient of
             each variable separately and requires a power of two of ranks. Defaults to `Average`.
         process_set: the `ProcessSet` that reduces; a rank outside of it applies its own gradients.
-            Models then differ between the set and the other ranks, while callbacks still act on
-            all ranks. Defaults to all ranks.
+            Models then differ between the set and the other ranks: pass the set to
+            `keras_dist.callbacks` as well. Defaults to all ranks.
         compression: wire format of float32 and float64 gradients between nodes, as for
             `allreduce`; rows of an embedding's gradient are not compressed. Defaults to
             `KERAS_DIST_COMPRESSION`, which defaults to `none`.

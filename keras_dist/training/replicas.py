@@ -4,9 +4,10 @@ The state of a replica is its weights and optimizer variables, without its rando
 differ from rank to rank.
 """
 
+import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,8 +18,7 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.training import built_optimizers, layer_state, sharded_state
-from keras_dist.training.differences import DIGEST_NBYTES, described, differing
-from keras_dist.training.layer_broadcast import ADAPT, broadcast_layers
+from keras_dist.training.layer_state import DIGEST_NBYTES
 from keras_dist.training.model_state import (
     bytes_of,
     host_array,
@@ -33,6 +33,11 @@ from keras_dist.training.model_state import (
 VERIFIED = "_keras_dist_verified"
 MOST_THREADS = 4
 MOST_NBYTES = 256 * 2**20  # of variables that are received at once
+LAYERS = "the broadcast of the layers of a model"
+ADAPT = (
+    "Adapt the layer with keras_dist.adapt, or on the root before the broadcast; pass the same "
+    "constants on every rank."
+)
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
@@ -45,7 +50,7 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     """
     model.__dict__.pop(VERIFIED, None)
     sharded_state.share_loaded(model, root_rank)
-    comm = runtime.communicator()
+    comm = runtime.fit_communicator()
     with broadcast_layers(comm, model, root_rank):
         broadcast_variables(comm, shared_state(model), root_rank)
 
@@ -56,7 +61,7 @@ def build_optimizers_alike(model: keras.Model) -> None:
     Collective: every rank; blocks.
     """
     descriptions = _engine.collectives.allgather_object(
-        runtime.communicator(),
+        runtime.fit_communicator(),
         built_optimizers.describe(model),
         operation="the optimizers that are built",
     )
@@ -115,7 +120,7 @@ def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
 
     Collective: every rank; blocks.
     """
-    comm = runtime.communicator()
+    comm = runtime.fit_communicator()
     if comm.size == 1:
         return {}
     weights = list(model.non_trainable_weights)
@@ -136,7 +141,7 @@ def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
         comm,
         [to_numpy(weight) for weight in others],
         [variable_name(weight) for weight in others],
-        root=0,
+        root=comm.ranks[0],
     )
     for weight, value in zip(floats + others, averaged + copied, strict=True):
         weight.assign(value)
@@ -186,7 +191,7 @@ def verify_sums(model: keras.Model) -> None:
 
 
 def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
-    comm = runtime.communicator()
+    comm = runtime.fit_communicator()
     variables = shared_state(model)
     layers = layer_state.digests(model)
     digests = _digests(comm, variables, digest)
@@ -237,3 +242,71 @@ def _sum(variable: Any) -> bytes:
     words = data[: data.size // 8 * 8].view(np.uint64)
     rest = data[words.nbytes :]
     return np.array([np.add.reduce(words), np.add.reduce(rest)], np.uint64).tobytes()
+
+
+def differing(comm: _engine.Communicator, digests: Sequence[bytes]) -> dict[int, list[int]]:
+    """Returns the ranks that differ from rank 0, by index of the digest.
+
+    Args:
+        digests: `DIGEST_NBYTES` bytes for each variable and layer.
+    """
+    mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, DIGEST_NBYTES)
+    gathered = _engine.collectives.allgather(comm, mine, f"the digests of {len(digests)} variables")
+    differs = (gathered != gathered[:1]).any(axis=2)  # shape (ranks, variables)
+    return {
+        int(index): np.flatnonzero(differs[:, index]).tolist()
+        for index in np.flatnonzero(differs.any(axis=0))
+    }
+
+
+def described(names: Sequence[str], different: Mapping[int, Sequence[int]]) -> str:
+    """Returns a phrase that names at most eight differences, by index, and their ranks."""
+    found = [f"{names[at]} (ranks {', '.join(map(str, ranks))})" for at, ranks in different.items()]
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return f"differences from rank 0 in {'; '.join(found[:8])}{more}"
+
+
+@contextlib.contextmanager
+def broadcast_layers(
+    comm: _engine.Communicator, model: keras.Model, root_rank: int
+) -> Iterator[None]:
+    """Broadcasts what layers keep besides their variables, which are set in this context.
+
+    Collective: the ranks of `comm`; blocks.
+    """
+    if not layer_state.is_stateful(model):
+        yield
+        return
+    is_root = comm.job.rank == root_rank
+    with _of_layers(comm):
+        mine = layer_state.read(model) if is_root else None
+    kept = _engine.collectives.broadcast_object(comm, mine, root_rank, LAYERS)
+    with _of_layers(comm):
+        kept = layer_state.without_local(model, kept)
+        # First, since the shapes of variables may depend on the size of a vocabulary.
+        layer_state.write_tables(model, kept)
+    yield
+    with _of_layers(comm):
+        layer_state.refresh(model, None if is_root else kept)
+    _check_layers_alike(comm, model)
+    layer_state.retrace_if_changed(model)
+
+
+@contextlib.contextmanager
+def _of_layers(comm: _engine.Communicator) -> Iterator[None]:
+    """Raises an error of a layer as a `MismatchError` on every rank."""
+    with _engine.collectives.raise_on_all(comm, LAYERS):
+        try:
+            yield
+        except Exception as error:  # of a user's method
+            expected = "every layer to take the state that it has on the root"
+            text = errors.explain(comm.where(), expected, str(error), ADAPT)
+            raise errors.MismatchError(text) from error
+
+
+def _check_layers_alike(comm: _engine.Communicator, model: keras.Model) -> None:
+    found = layer_state.digests(model)
+    if different := differing(comm, [digest for _, digest in found]):
+        expected = f"the layers of model {model.name!r} to compute with the same on all ranks"
+        text = described([name for name, _ in found], different)
+        raise errors.MismatchError(comm.where(), expected, text, ADAPT)

@@ -111,7 +111,7 @@ def separate_generators(model: keras.Model, root_rank: int = 0) -> None:
 
 
 def _separate_states(generators: list[Any], root_rank: int) -> None:
-    comm = runtime.communicator()
+    comm = runtime.fit_communicator()
     received = _engine.collectives.broadcast(
         comm,
         [to_numpy(generator) for generator in generators],
@@ -120,14 +120,14 @@ def _separate_states(generators: list[Any], root_rank: int) -> None:
         operation="the broadcast of a model's random seeds",
         remedy=SAME_MODEL,
     )
-    if comm.rank != root_rank:
+    if runtime.rank() != root_rank:
         for generator, value in zip(generators, received, strict=True):
             generator.assign(_own_state(value, comm.rank))
 
 
 def _separate(names: tuple[str, ...], root_rank: int) -> dict[str, Any]:
     """Seeds generators of this process by rank, except on the root; returns their states before."""
-    if runtime.size() == 1:
+    if runtime.fit_size() == 1:
         return {}
     before = random.getstate()
     global_generator()  # Keras draws its seed from Python's when it is first used
@@ -136,7 +136,7 @@ def _separate(names: tuple[str, ...], root_rank: int) -> dict[str, Any]:
     found = {name: states[name] for name in names if name in states}
     if runtime.rank() != root_rank:
         for name, state in found.items():
-            _set(name, _derived(state, runtime.rank()))
+            _set(name, _derived(state, runtime.fit_rank()))
     return found
 
 

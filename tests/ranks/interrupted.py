@@ -22,9 +22,9 @@ from keras_dist.callbacks import (
     RootOnly,
     ShardedCheckpoint,
 )
-from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.storage import generations, versioned_backups
 from keras_dist.training import model_state
+from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value
 
 BACKEND = keras.backend.backend()
@@ -154,7 +154,7 @@ def seed_generators(seed):
         sys.modules["torch"].manual_seed(seed + keras_dist.rank())
 
 
-class Interrupt(ListMember, keras.callbacks.Callback):
+class Interrupt(SessionCallback):
     """Ends a fit after some batches.
 
     Args:
@@ -177,13 +177,13 @@ class Interrupt(ListMember, keras.callbacks.Callback):
         if self.left == 0 and self.how == "before the write":
             raise Interrupted
         if self.left == 0 and self.how == "after it":
-            self.when_all_have_been_called(self.end)
+            self.after_hook(self.end)
 
     def end(self):
         raise Interrupted
 
 
-class Trajectory(ListMember, keras.callbacks.Callback):
+class Trajectory(SessionCallback):
     """Keeps the state of this rank after each step, and what was logged; a user's callback."""
 
     def __init__(self, way, batch):
@@ -202,7 +202,7 @@ class Trajectory(ListMember, keras.callbacks.Callback):
         self.at = self.epoch * SAMPLES + (batch + 1) * self.batch
         self.seen["batches"].append(batch)
         self.seen["sums"] = self.seen["sums"] + logs["loss"]
-        self.when_all_have_been_called(self.note)
+        self.after_hook(self.note)
 
     def note(self):
         self.states[self.at] = state_of(self.model, self.way)

@@ -2,15 +2,15 @@
 
 import keras
 
-from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.training import model_state
+from keras_dist.training.session_callback import SessionCallback
 
 
 class Interrupted(Exception):
     """Ends the training in these tests."""
 
 
-class Interrupt(ListMember, keras.callbacks.Callback):
+class Interrupt(SessionCallback):
     """Ends the training at the start of an epoch or after a step, after its backup."""
 
     def __init__(self, epoch, batch=None):
@@ -24,7 +24,7 @@ class Interrupt(ListMember, keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if self.at == (self.epoch, batch):
-            self.when_all_have_been_called(self.interrupt)
+            self.after_hook(self.interrupt)
 
     def interrupt(self):
         raise Interrupted

@@ -102,8 +102,8 @@ def _owner(compiled: Any) -> Any:
     within = _stacks.within[-1] if _stacks.within else None
     if within is None or getattr(within.model, "_compile_loss", None) is compiled:
         return within and within.model
-    models = (one for one in layers_of(within.model) if isinstance(one, keras.Model))
-    return next((one for one in models if getattr(one, "_compile_loss", None) is compiled), None)
+    layers = layers_of(within.model)
+    return next((one for one in layers if getattr(one, "_compile_loss", None) is compiled), None)
 
 
 @contextmanager
@@ -295,10 +295,10 @@ def _watch() -> None:
 
     module.reduce_weighted_values = reduce_weighted_values
     compiled.call = combined
-    setattr(keras.Model, "losses", property(losses))  # noqa: B010
+    setattr(keras.layers.Layer, "losses", property(losses))  # noqa: B010
 
 
-_losses_of: Callable[[Any], Any] = keras.Model.losses.fget
+_losses_of: Callable[[Any], Any] = keras.layers.Layer.losses.fget
 
 
 def _module() -> Any:

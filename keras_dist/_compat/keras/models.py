@@ -17,6 +17,11 @@ def layers_of(model: Any) -> list[Any]:
     return layers
 
 
+def is_trainer(layer: Any) -> bool:
+    """Returns whether a layer has `fit`: a model, or another class with Keras' trainer in it."""
+    return hasattr(layer, "make_train_function")
+
+
 def optimizer_of(model: Any) -> Any:
     """Returns the optimizer that a model is compiled with; `None` if there is none."""
     return getattr(model, "optimizer", None)  # a model that is not compiled has no attribute

@@ -27,7 +27,7 @@ from keras_dist.callbacks import (
     ModelCheckpoint,
     RootConsoleCallback,
 )
-from keras_dist.callbacks.optimizers_alike import hyperparameters
+from keras_dist.callbacks.broadcast import hyperparameters
 
 pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows")
 

@@ -12,11 +12,11 @@ from small_training import CLASSES, FEATURES, agreed, compiled, make_data
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import ShardedCheckpoint
-from keras_dist.callbacks.callback_list import ListMember
 from keras_dist.checkpoints.pieces import SEED, pieces_of_rank
 from keras_dist.checkpoints.reading import Arrays
 from keras_dist.storage import generations, tensor_file
 from keras_dist.training import model_state
+from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value
 
 pytestmark = pytest.mark.jobs("training")
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_loaded_without_fit(directory):
     assert everything_of(other)[0] == everything_of(model)[0]
 
 
-class Hold(ListMember, keras.callbacks.Callback):
+class Hold(SessionCallback):
     """Lets a write go on when the second epoch has begun."""
 
     def __init__(self, monkeypatch):

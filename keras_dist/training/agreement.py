@@ -1,0 +1,154 @@
+"""Check that the ranks call `fit` with equal arguments where these must be equal.
+
+The callbacks of keras_dist synchronize at the begin and end of epochs and at validation. A rank
+with more epochs, or with a validation that other ranks lack, would wait there forever.
+"""
+
+from typing import Any
+
+import keras
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.data import epochs
+from keras_dist.data.equal_batches import shapes_of_batches
+from keras_dist.data.kinds import is_tf_dataset
+from keras_dist.runtime.process_sets import ProcessSet, format_ranks, global_process_set
+from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.fit_session import Order, members
+
+OPERATION = "the begin of fit with the callbacks of keras_dist"
+SAME_CALLBACKS = (
+    "Pass the callbacks of keras_dist on every rank. Wrap a callback for the root only in "
+    "keras_dist.callbacks.RootOnly. Callbacks of Keras may be passed on some ranks only."
+)
+
+
+def set_of_fit(arguments: dict[str, Any], model: Any) -> ProcessSet | None:
+    """Returns the process set of the callbacks of a call; `None` if they act on all ranks."""
+    found = members(flat(arguments))
+    sets = {id(each): each for member in found if (each := member.process_set) is not None}
+    if not sets:
+        return None
+    if len(sets) > 1:
+        raise errors.ArgumentError(
+            runtime.where(),
+            "callbacks of one process set",
+            " and ".join(format_ranks(each.ranks or ()) for each in sets.values()),
+            "Pass the callbacks of one call of keras_dist.callbacks(process_set=...).",
+        )
+    [process_set] = sets.values()
+    comm = runtime.communicator(process_set)
+    for optimizer in distributed_optimizers(model):
+        reduces_in = optimizer._keras_dist.options.process_set or global_process_set
+        reducing = reduces_in.ranks or ()
+        if not set(reducing) <= set(comm.ranks):
+            raise errors.ArgumentError(
+                runtime.where(),
+                f"an optimizer that averages over the ranks of the callbacks, "
+                f"{format_ranks(comm.ranks)}",
+                f"a {type(optimizer).__name__} that averages over {format_ranks(reducing)}",
+                "Pass the same process_set to keras_dist.DistributedOptimizer and to "
+                "keras_dist.callbacks.",
+            )
+    for member in found:
+        member.train_within(process_set)
+    return process_set
+
+
+def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
+    """Checks that all ranks call `fit` with equal arguments, if it has callbacks of keras_dist.
+
+    The data, its number of batches, `verbose`, and callbacks of Keras and of the user may differ.
+    Any rank may append such callbacks to those of keras_dist; they may stop training.
+
+    Collective: every rank; blocks.
+
+    Returns:
+        Whether the data of all ranks has been sharded by `keras_dist.data`; `True` without
+        callbacks of keras_dist. And whether the batches of all ranks are known to have equal shapes
+        in each step; `False` without these callbacks.
+    """
+    if not members(flat(arguments)) or runtime.fit_size() == 1:
+        return True, False
+    comm = runtime.fit_communicator()
+    asks = _put_in_order(arguments)
+    data = epochs.is_sharded(arguments["x"]), shapes_of_batches(arguments)
+    mine = _plan(arguments), data, asks, _cache_files(arguments)
+    gathered = _engine.collectives.allgather_object(comm, mine, operation=OPERATION)
+    plans = [plan for plan, *_ in gathered]
+    for rank, plan in enumerate(plans):
+        for name, expected in plans[0].items():
+            if plan.get(name) != expected:
+                raise errors.MismatchError(
+                    f"[rank {rank} of {comm.size}]",
+                    f"{name}={expected} in fit as on rank 0",
+                    f"{name}={plan.get(name)}",
+                    SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
+                )
+    _check_cache_files([held for *_, files in gathered for held in files])
+    answers = zip(*(asks for _, _, asks, _ in gathered), strict=True)
+    given = flat(arguments)
+    told = [each.told(next(answers)) if members([each]) else each for each in given]
+    if any(new is not old for new, old in zip(told, given, strict=True)):
+        arguments["callbacks"] = told
+    sharded, shapes = zip(*(data for _, data, *_ in gathered), strict=True)
+    return all(sharded), shapes[0] is not None and len(set(shapes)) == 1
+
+
+def flat(arguments: dict[str, Any]) -> list[Any]:
+    """Returns the callbacks among the arguments of a call."""
+    callbacks = arguments.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks.callbacks
+    return keras.tree.flatten(callbacks) if callbacks else []
+
+
+def _put_in_order(arguments: dict[str, Any]) -> list[Any]:
+    """Moves callbacks behind those that a user has appended; returns what members ask."""
+    given = flat(arguments)
+    orders = [each.order if members([each]) else Order.AS_GIVEN for each in given]
+    appended: list[Any] = []
+    if Order.STOPS in orders and not isinstance(
+        arguments["callbacks"], keras.callbacks.CallbackList
+    ):
+        behind = orders.index(Order.STOPS)
+        pairs = list(zip(orders, given, strict=True))
+        appended = [callback for order, callback in pairs[behind:] if not order]
+    if appended:
+        pairs.sort(key=lambda pair: pair[0])
+        arguments["callbacks"] = given = [callback for _, callback in pairs]
+    return [member.asks(appended) for member in members(given)]
+
+
+def _plan(arguments: dict[str, Any]) -> dict[str, str]:
+    """Returns the arguments that must be equal, as text by name."""
+    found = members(flat(arguments))
+    plan = {"callbacks": ", ".join(map(_name, found))}
+    plan.update({name: str(arguments[name]) for name in ("epochs", "initial_epoch")})
+    for member in found:
+        plan.update(member.agreement(arguments))
+    return plan
+
+
+def _name(member: Any) -> str:
+    """Returns the name of the class of this package that a callback belongs to."""
+    classes = [c for c in type(member).__mro__ if c.__module__.startswith("keras_dist.")]
+    return classes[0].__name__
+
+
+def _cache_files(arguments: dict[str, Any]) -> list[Any]:
+    """Returns the files that the data sets of this rank write caches in."""
+    found = [arguments[name] for name in ("x", "validation_data") if is_tf_dataset(arguments[name])]
+    if not found:
+        return []
+    from keras_dist.data.tf_caches import held_files
+
+    held = [held_files(data) for data in found]
+    return [(held[0][0], [file for _, files in held for file in files])]
+
+
+def _check_cache_files(held: list[Any]) -> None:
+    if any(files for _, files in held):
+        from keras_dist.data.tf_caches import check_written
+
+        check_written(held)

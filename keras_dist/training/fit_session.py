@@ -1,0 +1,243 @@
+"""The life of a fit: one object for each call of `fit`, `evaluate`, `predict` or `train_on_batch`.
+
+Read from top to bottom. `keras_hooks` calls a session where Keras has something to say; nothing
+else steers a fit. Callbacks take part as `SessionCallback`. The innermost call of a model's methods
+is its session: calls within it, such as an `evaluate` in a callback, neither inherit nor remove
+what the outer one does.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+
+from keras_dist import _backends
+from keras_dist._compat.keras.callbacks import model_of
+
+# Attribute of a model: its innermost session. Of a list of callbacks: that of its fit.
+SESSION = "_keras_dist_session"
+
+# True values of `stop_training` that end only an epoch (out of data) or a job (to be restarted).
+STOPS_EPOCH, STOPS_JOB = "this epoch alone", "this job alone"
+
+Work = Callable[[], None]
+Compute = Callable[[Any], Any]
+Transformation = Callable[[Any, Compute], Any]
+
+
+class FirstStep(enum.IntEnum):
+    """What precedes the first step of a fit, once its batches are there, in this order."""
+
+    BROADCAST = 0
+    COMPARE = 1
+
+
+class Logs(enum.IntEnum):
+    """What makes the logs of an epoch of those of its last batch, in this order."""
+
+    END_STEPS = 0  # all ranks have ended the steps of the epoch
+    COMPUTE = 1  # by Keras, unless a callback knows better
+    LEAVE = 2
+
+
+class Order(enum.IntEnum):
+    """The place of a callback: `fit` moves all but the first behind what a user has appended."""
+
+    AS_GIVEN = 0
+    VERIFIES = 1
+    STOPS = 2  # acts on the decisions of all callbacks before it
+    LEAVES = 3
+
+
+@dataclasses.dataclass
+class Skipped:
+    """The first batches of a resumed epoch: they are read, without training or hooks."""
+
+    batches: int
+    executions: int
+    logs: dict[str, Any]
+    before: Callable[[Any], None]
+    after: Work
+    is_left: bool = True
+
+
+class Member:
+    """A callback that takes part in sessions, see `SessionCallback`."""
+
+
+def members(callbacks: Iterable[Any]) -> list[Any]:
+    """Returns the callbacks that take part in sessions."""
+    return [each for each in callbacks if isinstance(each, Member)]
+
+
+class FitSession:
+    """A running call; a context manager."""
+
+    def __init__(self, model: Any, task: str = "fit"):
+        self.model, self.task = model, task
+        #: the call of a method of the same model within which this one runs
+        self.outer: FitSession | None = vars(model).get(SESSION)
+        #: all callbacks of the list, including those that Keras adds
+        self.callbacks: Sequence[keras.callbacks.Callback] = ()
+        #: members that can write a backup of the current step at once, by `save_now`
+        self.backups: list[Any] = []
+        #: result of the last train function of this epoch, without additions of callbacks
+        self.last_logs: dict[str, Any] = {}
+        #: whether all ranks evaluate the model in this call
+        self.is_evaluation = False
+        self._first_step: dict[FirstStep, Callable[..., tuple[Any, ...]]] = {}
+        self._skipped: Skipped | None = None
+        self._logs: dict[Logs, Transformation] = {Logs.COMPUTE: _by_keras}
+        self._after_hook: list[Work] = []
+        self._is_in_hook = False
+
+    @property
+    def outermost(self) -> "FitSession":
+        """The call within which all others of the same model run."""
+        return self if self.outer is None else self.outer.outermost
+
+    # --- a call begins -----------------------------------------------------------------------
+
+    def __enter__(self) -> "FitSession":
+        vars(self.model)[SESSION] = self  # bypasses Keras' tracking
+        return self
+
+    def begin(self, callbacks: keras.callbacks.CallbackList, hook: Work) -> None:
+        """Lets the members of a list take part, and calls `on_train_begin` of all callbacks."""
+        vars(callbacks)[SESSION] = self
+        self.callbacks = callbacks.callbacks
+        self._is_in_hook = True
+        for member in members(self.callbacks):
+            member.enter(self)
+        self.call_hook(hook)
+
+    # --- before and around steps -------------------------------------------------------------
+
+    def before_first_step(self, place: FirstStep, work: Callable[..., tuple[Any, ...]]) -> None:
+        """Adds a function of the arguments of the first step; it returns those to use instead."""
+        self._first_step[place] = work
+
+    def skip(self, skipped: Skipped) -> None:
+        """Skips the first batches of this epoch."""
+        self._skipped, self.last_logs = skipped, skipped.logs
+        if not skipped.executions:
+            skipped.after()
+
+    @property
+    def precedes_steps(self) -> bool:
+        """Whether something is to be done before the next step, or in place of it."""
+        return bool(self._first_step) or (self._skipped is not None and self._skipped.is_left)
+
+    def step(self, *arguments: Any) -> Any:
+        """Calls the train function of the model, after what precedes it, or skips its batches."""
+        if (skipped := self._skipped) is not None and skipped.is_left:
+            skipped.before(arguments[-1])
+            if skipped.executions:
+                return self._skip_one(skipped, arguments)
+            skipped.is_left = False
+        first, self._first_step = self._first_step, {}
+        for place in sorted(first):
+            arguments = first[place](*arguments)
+        return self.model.train_function(*arguments)
+
+    def _skip_one(self, skipped: Skipped, arguments: tuple[Any, ...]) -> Any:
+        skipped.executions -= 1
+        count = self.model.steps_per_execution
+        found = _backends.active().skip_batches(count, skipped.logs, *arguments)
+        if not skipped.executions:
+            skipped.after()
+        return found
+
+    # --- hooks of callbacks ------------------------------------------------------------------
+
+    def skips_hook(self, batch: int) -> bool:
+        """Returns whether callbacks are not told of a batch."""
+        return self._skipped is not None and batch < self._skipped.batches
+
+    def call_hook(self, hook: Callable[..., None], *arguments: Any) -> None:
+        """Calls a hook of all callbacks, then the functions that wait for its end."""
+        self._is_in_hook = True
+        hook(*arguments)
+        self._is_in_hook = False
+        while self._after_hook:
+            self._after_hook.pop(0)()
+
+    def after_hook(self, work: Work) -> None:
+        """Calls a function after the current hook of all callbacks; at once outside of a hook."""
+        if self._is_in_hook:
+            self._after_hook.append(work)
+        else:
+            work()
+
+    # --- the end of the steps of an epoch ----------------------------------------------------
+
+    def transform_logs(self, place: Logs, function: Transformation) -> None:
+        """Adds a function of logs, which returns those to use instead, for the end of steps.
+
+        Keras has no hook between the last step of an epoch and its validation. It computes the
+        logs of the epoch there.
+        """
+        self._logs[place] = function
+
+    def logs_of_epoch(self, compute: Compute, logs: Any) -> Any:
+        """Returns the logs of an epoch, or of `evaluate`; `compute` is Keras' function."""
+        for place in sorted(self._logs):
+            logs = self._logs[place](logs, compute)
+        return logs
+
+    def end_epoch(self, hook: Work) -> None:
+        """Calls `on_epoch_end` of all callbacks."""
+        skipped = self._skipped
+        if skipped is not None and skipped.executions:  # this rank had fewer batches than these
+            skipped.after()
+        self.call_hook(hook)
+        self._skipped, self.last_logs = None, {}
+
+    # --- a call ends -------------------------------------------------------------------------
+
+    def __exit__(self, *_: object) -> None:
+        if self.outer is None:
+            vars(self.model).pop(SESSION, None)
+        else:
+            vars(self.model)[SESSION] = self.outer
+
+
+def session_of(model: Any) -> FitSession:
+    """Returns the innermost session of a model.
+
+    A call that began before Keras was patched has none. It gets one here, which stays until the
+    next one begins.
+    """
+    return running_in(model) or FitSession(model).__enter__()
+
+
+def running_in(owner: Any) -> FitSession | None:
+    """Returns the innermost session of a model, or that of a list of callbacks that trains."""
+    found: FitSession | None = vars(owner).get(SESSION)
+    return found
+
+
+def session_for_list(callbacks: Any) -> FitSession:
+    """Returns the session of a list that begins to train: that of `fit`, or of a user's loop."""
+    running = running_in(model_of(callbacks))
+    if running is not None and running.task == "fit" and not running.callbacks:
+        return running
+    return FitSession(model_of(callbacks), "loop").__enter__()
+
+
+def is_evaluated_together(model: Any) -> bool:
+    """Returns whether all ranks are evaluating a model."""
+    running = None if model is None else running_in(model)
+    return running is not None and running.is_evaluation
+
+
+def _by_keras(logs: Any, compute: Compute) -> Any:
+    return compute(logs)
+
+
+def is_stopped(model: Any) -> bool:
+    """Returns whether training is stopped, rather than only the epoch or the job."""
+    stop = model.stop_training
+    return bool(stop) and stop is not STOPS_EPOCH and stop is not STOPS_JOB

@@ -1,0 +1,168 @@
+"""The places at which Keras calls a session: the one module that patches its trainers and lists.
+
+The methods are patched when the first optimizer is distributed, or the first callback of keras_dist
+is made, for all models of this process: in the classes that define them, so that trainers that are
+no `keras.Model` train alike.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_dist import _engine, runtime
+from keras_dist._compat.keras.callbacks import model_of
+from keras_dist._compat.keras.models import LOGS
+from keras_dist.data import epochs
+from keras_dist.training import seeds
+from keras_dist.training.agreement import agree_on_fit, set_of_fit
+from keras_dist.training.fit_session import (
+    SESSION,
+    FitSession,
+    members,
+    running_in,
+    session_for_list,
+)
+from keras_dist.training.train_functions import (
+    TRACED_FOR,
+    check_undistributed,
+    make_test_function,
+    make_train_function,
+)
+
+
+@functools.cache
+def watch_models() -> None:
+    """Patches Keras' trainers and lists of callbacks."""
+    for name, around in (
+        ("fit", _fit),
+        ("evaluate", _running("evaluate")),
+        ("predict", _running("predict")),
+        ("train_on_batch", _train_on_batch),
+        ("make_train_function", make_train_function),
+        ("make_test_function", make_test_function),
+        (LOGS, _logs),
+    ):
+        _patch(keras.Model, name, around)
+    for name, around in (
+        ("on_train_begin", _on_train_begin),
+        ("on_epoch_begin", _on_epoch_begin),
+        ("on_train_batch_begin", _on_batch),
+        ("on_train_batch_end", _on_batch),
+        ("on_epoch_end", _on_epoch_end),
+        ("on_train_end", _on_train_end),
+    ):
+        _patch(keras.callbacks.CallbackList, name, around)
+
+
+def _patch(cls: type, name: str, around: Callable[..., Any]) -> None:
+    """Makes calls of a method call `around` with the method and the arguments."""
+    owner = next(each for each in cls.__mro__ if name in vars(each))
+    original = vars(owner)[name]
+
+    @functools.wraps(original)
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+# --- methods of models -------------------------------------------------------------------------
+
+
+def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _engine.progress.during("fit"):
+        return _compared_fit(fit, *args, **kwargs)
+
+
+def _compared_fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a fit: first the ranks compare its arguments."""
+    signature = inspect.signature(fit)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    if epochs.is_sharded(bound.arguments["x"]) and runtime.size() > 1:
+        check_undistributed("data that keras_dist alone shares out over the ranks")
+    model = bound.arguments["self"]
+    is_within = epochs.fit_arguments().get("self") is model
+    outer = model.train_function, model.__dict__.get(TRACED_FOR)
+    with runtime.fit_within(set_of_fit(bound.arguments, model)):
+        agreement = agree_on_fit(bound.arguments)
+        # Arguments except callbacks are passed as given: other code may have wrapped `fit`.
+        ordered, position = bound.arguments["callbacks"], list(bound.arguments).index("callbacks")
+        given = [ordered if at == position else value for at, value in enumerate(args)]
+        options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
+        data = epochs.training_on(bound.arguments, *agreement)
+        try:
+            with FitSession(model), data, seeds.separable():
+                return fit(*given, **options)
+        finally:
+            if is_within:  # the outer fit goes on with its own step
+                model.train_function, model.__dict__[TRACED_FOR] = outer
+
+
+def _running(task: str) -> Callable[..., Any]:
+    def running(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        callbacks = inspect.signature(method).bind(model, *args, **kwargs).arguments
+        with (
+            _engine.progress.during(task),
+            runtime.fit_within(set_of_fit(callbacks, model)),
+            FitSession(model, task),
+        ):
+            return method(model, *args, **kwargs)
+
+    return running
+
+
+def _train_on_batch(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    with FitSession(model, "train_on_batch"):
+        return method(model, *args, **kwargs)
+
+
+def _logs(compute: Callable[..., Any], model: Any, logs: Any) -> Any:
+    session = running_in(model)
+    own = functools.partial(compute, model)
+    return own(logs) if session is None else session.logs_of_epoch(own, logs)
+
+
+# --- hooks of lists of callbacks ---------------------------------------------------------------
+
+
+def _on_train_begin(hook: Callable[..., None], callbacks: Any, *args: Any, **kwargs: Any) -> None:
+    own = functools.partial(hook, callbacks, *args, **kwargs)
+    if model_of(callbacks) is None or not members(callbacks.callbacks):
+        return own()
+    return session_for_list(callbacks).begin(callbacks, own)
+
+
+def _on_epoch_begin(hook: Callable[..., None], callbacks: Any, *args: Any, **kwargs: Any) -> None:
+    own = functools.partial(hook, callbacks, *args, **kwargs)
+    session = running_in(callbacks)
+    return own() if session is None else session.call_hook(own)
+
+
+def _on_batch(
+    hook: Callable[..., None], callbacks: Any, batch: int, logs: dict[str, Any] | None = None
+) -> None:
+    session = running_in(callbacks)
+    if session is None:
+        return hook(callbacks, batch, logs)
+    if session.skips_hook(batch):
+        return None
+    if isinstance(logs, dict):
+        session.last_logs = logs
+    return session.call_hook(hook, callbacks, batch, logs)
+
+
+def _on_epoch_end(hook: Callable[..., None], callbacks: Any, *args: Any, **kwargs: Any) -> None:
+    own = functools.partial(hook, callbacks, *args, **kwargs)
+    session = running_in(callbacks)
+    return own() if session is None else session.end_epoch(own)
+
+
+def _on_train_end(hook: Callable[..., None], callbacks: Any, *args: Any, **kwargs: Any) -> None:
+    hook(callbacks, *args, **kwargs)
+    session: FitSession | None = vars(callbacks).pop(SESSION, None)
+    if session is not None and session.task == "loop":
+        session.__exit__()

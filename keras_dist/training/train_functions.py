@@ -1,0 +1,165 @@
+"""The train and test functions of models with distributed optimizers.
+
+An optimizer does not know its model, and `train_on_batch` calls no callbacks. All training calls
+`make_train_function`, which Keras documents for customized steps. Models without a distributed
+optimizer train as before.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from keras_dist import _backends, _engine, errors, runtime
+from keras_dist._compat.keras.losses import own_losses
+from keras_dist._compat.keras.models import layers_of
+from keras_dist.data import epochs
+from keras_dist.training import random_generators
+from keras_dist.training.copies import complete
+from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.fit_session import is_evaluated_together, running_in
+from keras_dist.training.global_losses import Step, with_rows, within
+from keras_dist.training.loss_scaling import move_outwards
+from keras_dist.training.model_state import optimizers_of
+from keras_dist.training.traced_steps import renew_steps
+
+# Attribute of a model: the reductions and communicators that its train function was made for.
+TRACED_FOR = "_keras_dist_traced_for"
+# Attribute of a train or test function that is wrapped: its contexts.
+WRAPPED = "_keras_dist_wrapped"
+
+
+def make_train_function(original: Callable[..., Any], model: Any, force: bool = False) -> Any:
+    """Makes the train function of a model; what precedes its first step is in its session."""
+    epochs.expect_steps()
+    for optimizer in optimizers_of(model):
+        complete(optimizer, model)
+    for optimizer in optimizers_of(model):
+        move_outwards(optimizer)
+    optimizers = distributed_optimizers(model)
+    if not optimizers:
+        made = original(model, force)
+        contexts: list[Callable[[], Any]] = [own_losses]
+        if keras.config.backend() == "torch":
+            contexts.append(random_generators.in_step)
+        _wrap_train_function(model, *contexts)
+        return made
+    for optimizer in optimizers:
+        optimizer._keras_dist.model = model.name
+    # A step that was traced before the optimizer was wrapped, or for another communicator,
+    # has no reduction or an outdated one.
+    reductions = [
+        (optimizer._keras_dist, comm)
+        for optimizer in optimizers
+        for comm in [optimizer._keras_dist.communicator()]
+    ]
+    has_equal_batches = epochs.has_equal_batches(model)
+    traced_for = [*reductions, has_equal_batches]
+    before = model.__dict__.get(TRACED_FOR)
+    if before is not None and before != traced_for:
+        renew_steps(model)
+    force = force or before != traced_for
+    for_host: Any = contextlib.nullcontext()
+    if any(comm is not None for _, comm in reductions):
+        backend = _backends.active()
+        check_undistributed(f"a model whose gradients keras_dist alone averages, {model.name!r}")
+        backend.check_model(model)
+        _check_layers(model)
+        # Only the train step calls the host; evaluate and predict compile as before.
+        for_host = backend.train_step_for_host(model, with_rows)
+    with for_host as in_step:
+        made = original(model, force)
+    model.__dict__[TRACED_FOR] = traced_for
+    recorded = functools.partial(_engine.tracing.step, model.steps_per_execution)
+    losses = functools.partial(within, Step(optimizers[0]._keras_dist, has_equal_batches), model)
+    contexts = [recorded, losses, random_generators.in_step]
+    _wrap_train_function(model, *contexts, *([] if in_step is None else [in_step]))
+    return made
+
+
+def make_test_function(original: Callable[..., Any], model: Any, force: bool = False) -> Any:
+    """Makes the test function of a model; where all ranks evaluate, losses are those of all."""
+    reductions = [optimizer._keras_dist for optimizer in distributed_optimizers(model)]
+    if not any(reduction.communicator() is not None for reduction in reductions):
+        made = original(model, force)
+        model.test_function = _wrapped(model.test_function, own_losses)
+        return made
+    is_undistributed = own_losses in getattr(model.test_function, WRAPPED, (own_losses,))
+    if not is_undistributed and not force:
+        return model.test_function
+    with _backends.active().test_step_for_host(model):
+        original(model, True)
+    known = weakref.ref(model)  # TensorFlow keeps functions of the host until the process ends
+    step = Step(reductions[0], evaluates=lambda: is_evaluated_together(known()))
+    model.test_function = _wrapped(model.test_function, lambda: within(step, model))
+    return model.test_function
+
+
+def _wrap_train_function(model: Any, *contexts: Callable[[], Any]) -> None:
+    if hasattr(model.train_function, WRAPPED):
+        return  # Keras has returned the existing function
+    made = _wrapped(model.train_function, *contexts)
+
+    @functools.wraps(made, updated=())
+    def train_function(*arguments: Any) -> Any:
+        session = running_in(model)
+        if session is not None and session.precedes_steps:
+            return session.step(*arguments)
+        return made(*arguments)
+
+    setattr(train_function, WRAPPED, contexts)
+    model.train_function = train_function
+
+
+def check_undistributed(expected: str) -> None:
+    """Checks that no distribution of Keras is active, which averages gradients and shards data."""
+    distribution = keras.distribution.distribution()
+    if distribution is None:
+        return
+    raise errors.BackendError(
+        runtime.where(),
+        expected,
+        f"keras.distribution.{type(distribution).__name__} active on {runtime.size()} ranks, "
+        "so that both would act",
+        "Use either keras.distribution, or keras_dist.DistributedOptimizer and keras_dist.data.",
+    )
+
+
+def _wrapped(step: Callable[..., Any], *contexts: Callable[[], Any]) -> Callable[..., Any]:
+    """Wraps a train or test function: its calls run in contexts."""
+    if hasattr(step, WRAPPED):
+        return step  # Keras has returned the existing function
+
+    @functools.wraps(step, updated=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            return step(*args, **kwargs)
+
+    setattr(wrapped, WRAPPED, contexts)
+    return wrapped
+
+
+def _check_layers(model: keras.Model) -> None:
+    """Checks that a model has no `BatchNormalization(synchronized=True)`.
+
+    Keras synchronizes it only under a TensorFlow strategy: on several ranks it would silently
+    normalize by the local batch. On other backends Keras itself rejects it.
+    """
+    names = [
+        layer.path
+        for layer in layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    ]
+    if names:
+        raise errors.ArgumentError(
+            runtime.where(),
+            f"model {model.name!r} to have no BatchNormalization(synchronized=True)",
+            ", ".join(names),
+            "Use keras_dist.layers.SyncBatchNormalization(), without synchronized=True, "
+            "which normalizes by the batches of all ranks.",
+        )

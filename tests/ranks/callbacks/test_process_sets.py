@@ -1,0 +1,143 @@
+"""Trials on process sets train side by side: each set averages, stops and saves by itself."""
+
+import keras
+import numpy as np
+import pytest
+from interrupting import Interrupt, Interrupted
+from small_training import assert_close, make_data, make_model, weights_of
+
+import keras_dist
+from keras_dist import errors
+from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint, ShardedCheckpoint
+
+pytestmark = pytest.mark.jobs("training", "torch-3", "torch-4", "jax-2")
+
+BATCH, STEPS = 4, 3
+
+
+@pytest.fixture
+def trial():
+    """The set of this rank; the ranks are split into two."""
+    size = keras_dist.size()
+    if size == 1:
+        pytest.skip("a job of one rank has no two sets")
+    half = (size + 1) // 2
+    sets = [keras_dist.add_process_set(list(r)) for r in (range(half), range(half, size))]
+    yield next(each for each in sets if each.included())
+    keras_dist.barrier()
+    for each in sets:
+        keras_dist.remove_process_set(each)
+
+
+def rate_of(trial):
+    return 0.1 * (1 + trial.ranks[0])
+
+
+def data_of(trial):
+    """The data of the trial, and the rows of this rank, without one batch on its last rank."""
+    count = trial.size()
+    x, y = make_data(BATCH * STEPS * count, seed=trial.ranks[0])
+    batches = x.reshape(STEPS, count, BATCH, -1), y.reshape(STEPS, count, BATCH)
+    own = [each[:, trial.rank()].reshape(STEPS * BATCH, *each.shape[3:]) for each in batches]
+    return (x, y), own
+
+
+def model_of(trial, **options):
+    sgd = keras.optimizers.SGD(rate_of(trial), momentum=0.9)
+    return make_model(keras_dist.DistributedOptimizer(sgd, process_set=trial), **options)
+
+
+def fit(model, data, trial, *callbacks, epochs=2, appended=(), **options):
+    callbacks = [*keras_dist.callbacks(*callbacks, process_set=trial), *appended]
+    options = {"validation_data": data_of(trial)[0], "shuffle": False, "verbose": 0, **options}
+    return model.fit(*data, batch_size=BATCH, epochs=epochs, callbacks=callbacks, **options)
+
+
+@pytest.mark.parity("trials on process sets train side by side, each like one process")
+def test_each_set_trains_like_one_process(trial):
+    whole, own = data_of(trial)
+    epochs = 2 + trial.ranks[0]  # the sets do not wait for each other
+    model = model_of(trial, metrics=["accuracy"])
+    if trial.rank() == 1:
+        model.set_weights([weight + 1 for weight in weights_of(model)])
+    history = fit(model, own, trial, epochs=epochs).history
+    alone = make_model(keras.optimizers.SGD(rate_of(trial), momentum=0.9), metrics=["accuracy"])
+    options = {"validation_data": whole, "shuffle": False, "verbose": 0}
+    expected = alone.fit(*whole, BATCH * trial.size(), epochs, **options).history
+    assert_close(weights_of(model), weights_of(alone))
+    assert history.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-4)
+    assert keras_dist.allgather_object(1) == [1] * keras_dist.size()
+
+
+def test_a_set_ends_with_the_last_of_its_ranks(trial):
+    rows = BATCH * STEPS - BATCH * (trial.rank() == trial.size() - 1 > 0)
+    _, own = data_of(trial)
+    model = model_of(trial)
+    fit(model, [each[:rows] for each in own], trial)
+    bits = b"".join(weight.tobytes() for weight in weights_of(model))
+    assert len(set(keras_dist.allgather_object(bits, process_set=trial))) == 1
+    assert int(model.optimizer.iterations) == 2 * STEPS
+
+
+class StopAt(keras.callbacks.Callback):
+    """Stops at the end of a batch, on the last rank of a set."""
+
+    def __init__(self, trial, batch):
+        super().__init__()
+        self.trial, self.batch = trial, batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == self.batch and self.trial.rank() == self.trial.size() - 1:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize("is_appended", [False, True])
+def test_a_stop_stops_one_set(trial, is_appended):
+    model = model_of(trial)
+    stops = [StopAt(trial, 1)] if trial.ranks[0] == 0 else []
+    given = {"appended": stops} if is_appended else {}
+    fit(model, data_of(trial)[1], trial, *([] if is_appended else stops), **given)
+    assert int(model.optimizer.iterations) == (2 if trial.ranks[0] == 0 else 2 * STEPS)
+
+
+@pytest.mark.parametrize("kind", [BackupAndRestore, ShardedCheckpoint])
+def test_a_set_resumes_from_its_own_backup(trial, kind, shared_tmp_path):
+    _, own = data_of(trial)
+    folder = shared_tmp_path / str(trial.ranks[0])
+    whole = model_of(trial)
+    fit(whole, own, trial)
+    model = model_of(trial)
+    with pytest.raises(Interrupted):
+        fit(model, own, trial, kind(folder, save_freq=1), Interrupt(1, 1))
+    model = model_of(trial)
+    saved = folder.with_suffix(".weights.h5")
+    checkpoint = ModelCheckpoint(str(saved), save_weights_only=True)
+    fit(model, own, trial, kind(folder, save_freq=1), checkpoint)
+    assert [w.tobytes() for w in weights_of(model)] == [w.tobytes() for w in weights_of(whole)]
+    assert saved.exists()
+
+
+def test_evaluation_is_that_of_the_set(trial):
+    whole, own = data_of(trial)
+    model = model_of(trial)
+    callbacks = keras_dist.callbacks(process_set=trial)
+    found = model.evaluate(*own, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    np.testing.assert_allclose(found, make_model().evaluate(*whole, verbose=0), rtol=1e-5)
+
+
+def test_what_a_set_cannot_do_is_refused_before_the_first_step(trial):
+    _, own = data_of(trial)
+    everywhere = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    with pytest.raises(errors.ArgumentError, match="averages over the ranks of the callbacks"):
+        fit(everywhere, own, trial)
+    with pytest.raises(errors.ArgumentError, match="on_failure='stop' with a process_set"):
+        keras_dist.callbacks(process_set=trial, on_failure="continue")
+    with pytest.raises(errors.ArgumentError, match="memory=False with a process_set"):
+        keras_dist.callbacks(BackupAndRestore("b", memory=True), process_set=trial)
+    other = next(rank for rank in range(keras_dist.size()) if rank not in trial.ranks)
+    if other:
+        with pytest.raises(errors.ArgumentError, match="root_rank to be a rank of the process set"):
+            keras_dist.callbacks(process_set=trial, root_rank=other)
+    assert int(everywhere.optimizer.iterations) == 0
