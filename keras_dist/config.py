@@ -205,6 +205,14 @@ VARIABLES = (
         "a whole number, 0 or more",
     ),
     Variable(
+        "starts_again",
+        _flag,
+        "0",
+        "1: the job is started again after a failure, or on other hosts, so commits of "
+        "`keras_dist.elastic` also lie in memory. `keras-dist run` sets it.",
+        "0 or 1",
+    ),
+    Variable(
         "job_id",
         str.strip,
         "",
@@ -300,6 +308,7 @@ class Settings:
     on_failure: str
     min_np: int
     restart: int
+    starts_again: bool
     job_id: str
     memory_directory: str
     timeline: str

@@ -7,8 +7,8 @@ from typing import Any
 
 from keras_dist import _engine, runtime
 from keras_dist._compat.keras.callbacks import model_of
-from keras_dist.callbacks.signals import Signals
 from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
+from keras_dist.runtime.signals import Signals
 from keras_dist.training.fit_session import STOPS_JOB, Compute, Logs, Order
 from keras_dist.training.session_callback import SessionCallback
 
@@ -18,10 +18,12 @@ _log = logging.getLogger("keras_dist")
 class PreemptionCallback(SessionCallback):
     """Ends the job with a backup when any rank receives SIGTERM or SIGUSR1 during `fit`.
 
-    Batch systems send these signals before they reclaim nodes. All ranks finish the step, write a
-    backup through `BackupAndRestore` and raise `SystemExit` with exit code 75 (EX_TEMPFAIL). The
-    restarted job resumes after that step. The root logs the signal, its rank and the backup. A
-    signal more than two seconds after the first ends its rank at once, and with it the job.
+    Batch systems send these signals before they reclaim nodes, and `keras-dist run` sends SIGUSR1
+    when the hosts have changed, and starts the job again; a fit without backups then goes on. All
+    ranks finish the step, write a backup through `BackupAndRestore` and raise `SystemExit` with
+    exit code 75 (EX_TEMPFAIL). The restarted job resumes after that step. The root logs the signal,
+    its rank and the backup. A signal of a batch system more than two seconds after the first ends
+    its rank at once, and with it the job.
 
     Signals travel with the reduction of gradients, without overhead. The ranks also exchange them
     at the beginning and end of every epoch, and stop there if a signal arrives during validation
@@ -61,7 +63,7 @@ class PreemptionCallback(SessionCallback):
         if not self._acts:
             return
         _engine.piggyback.set_listener(self._receive)
-        self._signals = Signals(self._announce)
+        self._signals = Signals(self._announce, hosts=bool(self._writers()))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Exchanges signals, and prepares to exit after the steps of the epoch, without a hook."""
@@ -83,6 +85,10 @@ class PreemptionCallback(SessionCallback):
         _engine.piggyback.set_listener(None)
         if self._signals is not None:
             self._signals.close()
+
+    def _writers(self) -> Sequence[Any]:
+        """Returns the callbacks that write the backup."""
+        return self.session.backups if self.backups is None else self.backups
 
     def _announce(self, name: str) -> None:
         text = f"{name} on rank {runtime.rank()}"
@@ -112,8 +118,7 @@ class PreemptionCallback(SessionCallback):
         return logs
 
     def _leave(self) -> None:
-        backups = self.session.backups if self.backups is None else self.backups
-        written = [str(backup.backup_dir) for backup in backups if backup.save_now()]
+        written = [str(backup.backup_dir) for backup in self._writers() if backup.save_now()]
         if runtime.rank() == self.root_rank:
             what = (
                 f"A backup is in {', '.join(written)}. Start the job again to resume from it."

@@ -1,7 +1,7 @@
-"""Elastic training: it continues after ranks die. The names are those of Horovod's `elastic`.
+"""Elastic training, for ranks that die and hosts that change. The names are those of Horovod.
 
 ```python
-state = keras_dist.elastic.KerasState(model, epoch=0, directory="state")
+state = keras_dist.elastic.KerasState(model, epoch=0)
 
 @keras_dist.elastic.run
 def train(state):
@@ -13,9 +13,9 @@ def train(state):
 train(state)
 ```
 
-A job continues without ranks that die if MPI allows it (`KERAS_DIST_ON_FAILURE=continue`). Ranks
-join by a restart of the job (`keras-dist run --max-restarts`), which reads the state from a
-directory.
+A job continues without ranks that die if MPI allows it (`KERAS_DIST_ON_FAILURE=continue`).
+Otherwise, and with other hosts, `keras-dist run` starts it again from the last commit, which lies
+in memory, and with `directory` also on disk.
 """
 
 import importlib

@@ -1,26 +1,38 @@
 """What a training has come to: kept in memory, equal on all ranks, and in a directory if wanted.
 
-A directory holds JSON and arrays, nothing that is executed.
+Where `keras-dist run` may start the job again, commits also lie in the memory of two nodes, as
+backups do. Such a file, and one in a directory, holds JSON and arrays, nothing that is executed.
 """
 
 import copy
 import functools
+import itertools
 import json
+import logging
 import pathlib
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, config, errors, runtime
 from keras_dist.elastic.running import HostsUpdatedInterrupt
+from keras_dist.elastic.values import as_json
+from keras_dist.runtime import exit_hooks
 from keras_dist.storage import versioned_backups
+from keras_dist.storage.memory_copies import MemoryCopies
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 
 ABOUT = "about"
 WRITE = "to write a state into"
 ROOM = "Make room on its disk, or name another directory."
+
+Value = TypeVar("Value")
+
+_log = logging.getLogger("keras_dist")
+_numbers = itertools.count()  # of states, the same on every rank and at every start of the job
 
 
 class State:
@@ -32,6 +44,9 @@ class State:
         bcast_object: accepted for scripts of Horovod; ignored.
         get_rank: accepted for scripts of Horovod; ignored.
     """
+
+    #: The signals that this rank has received, while `run` calls a function; else `None`.
+    _signals: list[str] | None = None
 
     def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
         self._reset_callbacks: list[Callable[[], Any]] = []
@@ -48,40 +63,71 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Saves the state, and checks whether ranks have died.
+        """Saves the state, and checks whether the ranks or the hosts have changed.
 
         A full disk does not end the training, nor does any failure to write after the first
         successful commit: rank 0 logs a warning, and the existing files stay.
 
-        Collective: every rank; blocks if the job continues without ranks that die, or if there is
-        a directory.
+        Collective: every rank; blocks in a function of `run`, or if there is a directory.
 
         Raises:
             HostsUpdatedInterrupt: ranks have died since the last commit; raised on every rank.
+            SystemExit: as for `check_host_updates`.
             CheckpointError: no commit could be written to the directory; raised on every rank.
         """
         self.save()
-        self.check_host_updates()
+        self._follow(self._changes())
 
     def check_host_updates(self) -> None:
-        """Checks whether ranks have died since the last check.
+        """Checks whether ranks have died since the last check, or the hosts have changed.
 
-        Collective: every rank; blocks if the job continues without ranks that die.
+        Collective: every rank; blocks in a function of `run`.
 
         Raises:
             HostsUpdatedInterrupt: ranks have died; raised on every rank.
+            SystemExit: a rank was asked to stop, for example because the hosts have changed; the
+                state is saved, and the exit code is 75. Raised on every rank.
         """
+        changes = self._changes()
+        if any(signals for _, signals in changes):
+            self.save()
+        self._follow(changes)
+
+    def _changes(self) -> list[tuple[int, list[str]]]:
+        """Returns, for each rank, how many have died since the last check, and its signals."""
         comm = runtime.communicator()
-        if comm.faults.retry is None:
-            return
+        if comm.faults.retry is None and self._signals is None:
+            return []
         # Ranks may notice a death at different times; the gathered values are the same on all.
-        losses = _engine.collectives.allgather_object(
-            comm, comm.faults.losses - self._losses, operation="the check whether ranks have died"
+        mine = comm.faults.losses - self._losses, self._signals or []
+        found = _engine.collectives.allgather_object(
+            comm, mine, operation="the check whether ranks have died"
         )
         self._losses = comm.faults.losses
-        if any(losses):
-            text = f"{runtime.where()} Ranks have died; {comm.size} continue."
+        return found
+
+    def _follow(self, changes: list[tuple[int, list[str]]]) -> None:
+        if asked := [signal for _, signals in changes for signal in signals]:
+            code = exit_hooks.PREEMPTED_EXIT_CODE
+            runtime.notify(
+                f"keras_dist: {', '.join(dict.fromkeys(asked))}: all {runtime.size()} ranks stop "
+                f"after a commit. Start the job again to go on from it. Exit code {code}."
+            )
+            sys.exit(code)
+        if any(losses for losses, _ in changes):
+            text = f"{runtime.where()} Ranks have died; {runtime.size()} continue."
             raise HostsUpdatedInterrupt(text=text)
+
+    def _outlives_ranks(self) -> bool:
+        """Returns whether a job that is started again finds the last commit."""
+        return False
+
+    def _is_from_earlier_start(self) -> bool:
+        """Returns whether `sync` has found a commit of an earlier start of the job."""
+        return False
+
+    def _forget(self) -> None:
+        """Drops what is kept for a further start of the job: the function of `run` has ended."""
 
     def reset(self) -> None:
         """Does nothing. A custom class may adapt to the current ranks here."""
@@ -108,7 +154,8 @@ class ObjectState(State):
         directory: directory to which rank 0 also writes commits, so that a restarted job continues
             from the last one. The values must be JSON values: numbers, strings, lists, and dicts
             with string keys; tuples are restored as lists, numpy scalars as Python numbers.
-            Defaults to `None`: memory only.
+            Defaults to `None`: memory only. A job that `keras-dist run` restarts continues from
+            memory, if the values are such values.
         **attributes: initial values, by name.
 
     Raises:
@@ -136,6 +183,7 @@ class ObjectState(State):
             text = errors.explain(runtime.where(), expected, repr(bcast_object), remedy)
             raise errors.ArgumentTypeError(text)
         self._directory = None if directory is None else pathlib.Path(directory)
+        self._number = next(_numbers)
         self._retry_policy = RetryPolicy()
         self._names = list(attributes)
         for name, value in attributes.items():
@@ -144,6 +192,8 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Saves the state in memory, and to the directory if there is one with free space.
+
+        Collective: every rank; blocks if the job may be started again, or if there is a directory.
 
         Raises:
             ArgumentTypeError: there is a directory, and a value is not a JSON value or a
@@ -154,29 +204,29 @@ class ObjectState(State):
         self._keep()
         if self._directory is not None:
             with _engine.collectives.raise_on_all(runtime.communicator(), "a commit", WRITE):
-                text = self._as_json()
-                self._check()
-            write = functools.partial(self._add, self._directory, text)
-            self._on_root(write, WRITE, ROOM)
+                self._check_all()
+        if self._copies is not None:
+            self._copies.write(self._write_copy)
+        if self._directory is not None:
+            self._on_root(functools.partial(self._add, self._directory), WRITE, ROOM)
 
     def restore(self) -> None:
         """Restores the last commit."""
         self._put(copy.deepcopy(self._kept))
 
     def sync(self) -> None:
-        """Broadcasts the state of rank 0, at the first call the newest one in the directory.
+        """Broadcasts the state of rank 0, at the first call the newest one that was committed.
 
-        If the newest file is damaged, the one before is used, and rank 0 logs a warning.
+        That is one in the directory, or of an earlier start of the job in memory. If the newest
+        file is damaged, the one before is used, and rank 0 logs a warning.
 
         Collective: every rank; blocks.
 
         Raises:
             CheckpointError: no file can be read, or all are damaged; raised on every rank.
         """
-        if self._directory is not None:
-            read = functools.partial(self._read, self._directory)
-            self._on_root(read, "to read the newest state in", versioned_backups.REMEDY)
-            self._directory_is_read = True
+        if self._copies is None:
+            self._find()
         self._gather()
         comm = runtime.communicator()
         values, arrays = self._current()
@@ -187,6 +237,16 @@ class ObjectState(State):
             )
         )
         self._keep()
+
+    def _outlives_ranks(self) -> bool:
+        return self._directory is not None or self._is_in_memory
+
+    def _is_from_earlier_start(self) -> bool:
+        return self._is_found
+
+    def _forget(self) -> None:
+        if self._copies is not None:
+            self._copies.remove()
 
     def _gather(self) -> None:
         """Merges values that differ between ranks."""
@@ -218,62 +278,69 @@ class ObjectState(State):
             setattr(self, name, value)
         self._put_arrays(kept[1], of_file)
 
-    def _on_root(self, work: Callable[[], Any], what: str, remedy: str) -> None:
-        def run() -> None:
-            work()
+    def _on_root(self, work: Callable[[], Value], what: str, remedy: str) -> Value:
+        expected = f"{what} {self._directory or 'memory'}"
+        return on_root(0, what, work, errors.CheckpointError, expected, remedy)
 
-        expected = f"{what} {self._directory}"
-        on_root(0, what, run, errors.CheckpointError, expected, remedy)
+    def _check_all(self) -> None:
+        as_json(self._kept[0])
+        self._check()
 
-    def _as_json(self) -> str:
-        pairs = [f'"{name}": {_json_of(name, value)}' for name, value in self._kept[0].items()]
-        return f"{{{', '.join(pairs)}}}"
-
-    def _add(self, directory: pathlib.Path, text: str) -> None:
+    def _add(self, directory: pathlib.Path) -> None:
         def write() -> bool:
-            save = functools.partial(self._write, text)
-            self._whole = versioned_backups.add(directory, save, self._whole)
+            number = None if self._copies is None else self._copies.number()
+            self._whole = versioned_backups.add(directory, self._write, self._whole, number=number)
             return True
 
         self._retry_policy.attempt(write, f"{WRITE} {directory}")
 
-    def _write(self, text: str, file: BinaryIO) -> None:
-        everything: dict[str, Any] = {ABOUT: np.array(text), **self._without_own(self._kept[1])}
+    def _write(self, file: BinaryIO) -> None:
+        about = np.array(as_json(self._kept[0]))
+        everything: dict[str, Any] = {ABOUT: about, **self._without_own(self._kept[1])}
         np.savez(file, **everything)
 
-    _directory_is_read = False
+    def _write_copy(self, file: BinaryIO) -> None:
+        try:
+            self._write(file)
+        except errors.ArgumentTypeError as error:  # of a value that was set after the first `sync`
+            raise errors.ArgumentError(str(error)) from error  # a warning: training goes on
+
+    _copies: MemoryCopies | None = None  # from the first `sync` on
+    _is_in_memory = _is_found = False
     _whole: pathlib.Path | None = None  # on rank 0: the last intact file
 
-    def _read(self, directory: pathlib.Path) -> None:
-        if self._directory_is_read:
-            return
-        self._whole = versioned_backups.newest_intact(directory)
-        if self._whole is not None:
-            with np.load(self._whole, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files if name != ABOUT}
-                self._put((json.loads(str(file[ABOUT])), arrays), of_file=True)
+    def _find(self) -> None:
+        """Reads the newest commit. Collective: every rank; blocks."""
+        self._keep()
+        self._is_in_memory = self._on_root(self._fits_in_memory, WRITE, ROOM)
+        place = self._directory or pathlib.Path("keras_dist.elastic", str(self._number))
+        self._copies = MemoryCopies(place, 0, self._is_in_memory)
+        read = functools.partial(self._read, self._copies.find())
+        what = "to read the newest state in"
+        self._is_found = self._on_root(read, what, versioned_backups.REMEDY)
 
+    def _fits_in_memory(self) -> bool:
+        """Returns whether a further start of the job can read this state from memory."""
+        settings = config.settings()
+        if not (settings.starts_again and settings.job_id):
+            return False
+        try:
+            self._check_all()
+        except errors.ArgumentTypeError as error:
+            if self._directory is None:
+                _log.warning("%s Otherwise a job that is started again begins anew.", error)
+            return False
+        return True
 
-def _json_of(name: str, value: Any) -> str:
-    try:
-        return json.dumps(_plain(value))
-    except (TypeError, ValueError, RecursionError) as error:
-        expected = f"{name} to be a JSON value, in a state with a directory"
-        remedy = "Keep only numbers, strings, lists and dicts with string keys in it."
-        raise errors.ArgumentTypeError(runtime.where(), expected, str(error), remedy) from None
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON restores it; refuses values that JSON would change."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):  # JSON would convert it to a string
-                raise TypeError(f"a dictionary with the key {key!r}")
-        return {key: _plain(item) for key, item in value.items()}
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise TypeError(f"a {type(value).__name__}")
+    def _read(self, copy: pathlib.Path | None) -> bool:
+        if self._directory is not None:
+            copy = versioned_backups.newest_intact(self._directory, copy)
+        self._whole = copy
+        if copy is None:
+            if self._copies is not None:
+                self._copies.check_not_lost()
+            return False
+        with np.load(copy, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files if name != ABOUT}
+            self._put((json.loads(str(file[ABOUT])), arrays), of_file=True)
+        return True

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from keras_dist.runtime import launch_environment
+from keras_dist.runtime.exit_hooks import HOSTS_CHANGED
 
 CHUNK_NBYTES = 65536
 PATIENCE_SECONDS = 10.0  # for an incomplete line, such as a progress bar
@@ -32,6 +33,7 @@ def main() -> None:
         "--bind", action="store_true", help="bind the rank to its share of the cores"
     )
     parser.add_argument("--live", action="store_true", help="the output ends in a terminal")
+    parser.add_argument("--hosts-change", action="store_true", help="the launcher may say so")
     parser.add_argument("--log-dir", type=Path, help="directory for the output of the rank")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -46,6 +48,8 @@ def main() -> None:
         if rank > 0 or not options.live or log is not None:
             _redirect_output(rank, options.live, log)
     launch_environment.restore_threads()
+    if options.hosts_change:
+        signal.signal(HOSTS_CHANGED, signal.SIG_IGN)  # a program that does not listen goes on
     try:
         os.execvp(options.program[0], options.program)
     except OSError as error:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
 PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: the state was saved, a restart may resume
+# From keras-dist run, which then makes it ignored in ranks: those that cannot save anything go on.
+# Hydra passes on no other signal that a program may handle.
+HOSTS_CHANGED = signal.SIGUSR1
 
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as shells report it
 STAGGER_SECONDS = 1.0  # between the MPI_Abort of one rank and that of the next

@@ -16,6 +16,7 @@ def test_defaults():
         "stop",
         0,
         0,
+        False,
         "",
         "/dev/shm",
         "",

@@ -1,48 +1,185 @@
-"""Host discovery: a script of the user names the available hosts at each start of a job."""
+"""Host discovery: a script of the user, or a hostfile, names the hosts at each start of a job.
+
+While the job runs they are read again, if the number of ranks has limits.
+"""
 
 import argparse
+import contextlib
+import functools
 import os
 import shlex
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from keras_dist import errors
-from keras_dist.launch.cli.hosts import parse_lines
+from keras_dist.launch.cli.hosts import parse_hosts, parse_lines
 from keras_dist.launch.cli.job import end_with_parent
+from keras_dist.runtime.exit_hooks import HOSTS_CHANGED
 
 PAUSE_SECONDS = 1.0
 ANSWER_SECONDS = 10.0  # granted to a script in any case
+FIRST_SECONDS = 5.0  # after the start of a job, until it is asked for: the ranks start
+REPEAT_SECONDS = 5.0  # between requests: outside of training a job does not hear them
+
+Hosts = Mapping[str, int]
+Source = Callable[[float], tuple[Hosts, str | None]]
+
+
+def source_of(options: argparse.Namespace) -> tuple[str, Source] | None:
+    """Returns where hosts are read at each start: a name, and a function as `ask`.
+
+    A hostfile is read again if the number of ranks has limits.
+    """
+    if (script := options.host_discovery_script) is not None:
+        return shlex.join(script), functools.partial(ask, script)
+    if options.hostfile is not None and (options.min_np or options.max_np):
+        return options.hostfile, functools.partial(_read, options.hostfile)
+    return None
 
 
 def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse.Namespace:
-    """Returns the options with the hosts that the discovery script names, if there is a script.
+    """Returns the options with the hosts that the source names, if there is one.
 
-    The script runs again while there are fewer slots than `--min-np`, for at most
+    It is asked again while there are fewer slots than `--min-np`, for at most
     `--elastic-timeout` seconds.
     """
-    script = options.host_discovery_script
-    if script is None:
+    if (source := source_of(options)) is None:
         return options
+    name, find = source
     waits_until = time.monotonic() + options.elastic_timeout
-    least = options.min_np or options.np or 1
+    least = _least(options)
     while True:
         answers_until = max(waits_until, time.monotonic() + ANSWER_SECONDS)
-        hosts, trouble = ask(script, min(end, answers_until) - time.monotonic())
+        hosts, trouble = find(min(end, answers_until) - time.monotonic())
         slots = sum(hosts.values())
         if trouble is None and slots >= least:
-            ranks = min(slots, options.max_np or options.np or slots)
-            named = ",".join(f"{name}:{slots}" for name, slots in hosts.items())
-            return argparse.Namespace(**{**vars(options), "hosts": named, "np": ranks})
+            found = {"hosts": _listed(hosts), "hostfile": None, "np": _ranks(options, slots)}
+            return argparse.Namespace(**{**vars(options), **found})
         if time.monotonic() >= end:
             raise TimeoutError
         if (trouble is not None and not again) or time.monotonic() > waits_until:
             received = trouble or f"{slots}, after {options.elastic_timeout} s"
             remedy = "The script must print one host per line, such as h1:2, and exit with 0."
-            expected = f"{shlex.join(script)} to name {least} or more slots"
+            expected = f"{name} to name {least} or more slots"
             raise errors.ArgumentError("[keras-dist run]", expected, received, remedy)
         time.sleep(max(0.0, min(PAUSE_SECONDS, end - time.monotonic())))
+
+
+class HostWatch:
+    """Asks for hosts while a job runs, and asks the job to stop when it should use others.
+
+    That is a signal which this process passes on to the ranks: they save their state after the same
+    step, and end. Ranks that cannot save anything ignore it, and are asked again.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self._options = options
+        source = source_of(options) if options.min_np or options.max_np else None
+        self._name = source[0] if source else ""
+        self._find = source[1] if source else None
+        self._used: Hosts = {}
+        self.has_asked = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the job may have to start again on other hosts."""
+        return self._find is not None
+
+    def begin(self, started: argparse.Namespace) -> None:
+        """Notes the hosts of a job that starts."""
+        self.has_asked = False
+        if self.is_active:
+            self._used = slots_in_use(parse_hosts(started.hosts), started.np)
+
+    @contextlib.contextmanager
+    def beside_the_job(self) -> Iterator[None]:
+        """Runs in a thread while the job runs."""
+        if self._find is None:
+            yield
+            return
+        has_ended = threading.Event()
+        arguments = self._find, has_ended
+        thread = threading.Thread(target=self._watch, args=arguments, name="keras_dist hosts")
+        thread.daemon = True
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
+
+    def _watch(self, find: Source, has_ended: threading.Event) -> None:
+        told, before, asked_at = None, None, -REPEAT_SECONDS
+        has_ended.wait(FIRST_SECONDS)
+        while not has_ended.wait(PAUSE_SECONDS):
+            hosts, trouble = find(ANSWER_SECONDS)
+            if trouble is not None and trouble != told:
+                _print(f"{self._name} names no hosts while the job runs: {trouble}.")
+            told = trouble
+            if trouble is not None or has_ended.is_set():
+                continue
+            # A host that comes and goes at once is no reason to stop.
+            is_stable, before = hosts == before, hosts
+            if is_stable and self._wants(hosts) and time.monotonic() > asked_at + REPEAT_SECONDS:
+                self._ask(hosts)
+                asked_at = time.monotonic()
+
+    def _wants(self, hosts: Hosts) -> bool:
+        """Returns whether the job should start again on these hosts."""
+        slots = sum(hosts.values())
+        if slots < _least(self._options):
+            return False
+        is_lost = any(hosts.get(name, 0) < count for name, count in self._used.items())
+        return is_lost or _ranks(self._options, slots) > sum(self._used.values())
+
+    def _ask(self, hosts: Hosts) -> None:
+        if not self.has_asked:
+            ranks = _ranks(self._options, sum(hosts.values()))
+            _print(
+                f"the hosts are {_listed(hosts)} now. The job is asked to save its state and to "
+                f"stop, and starts again with {ranks} ranks."
+            )
+        self.has_asked = True
+        os.kill(os.getpid(), HOSTS_CHANGED)
+
+
+def slots_in_use(hosts: Hosts, ranks: int) -> dict[str, int]:
+    """Returns the number of ranks on each host, where hosts are filled in turn."""
+    used = {}
+    for name, slots in hosts.items():
+        used[name] = min(slots, ranks)
+        ranks -= used[name]
+    return used
+
+
+def _least(options: argparse.Namespace) -> int:
+    return options.min_np or options.np or 1
+
+
+def _ranks(options: argparse.Namespace, slots: int) -> int:
+    return min(slots, options.max_np or options.np or slots)
+
+
+def _listed(hosts: Hosts) -> str:
+    return ",".join(f"{name}:{slots}" for name, slots in hosts.items())
+
+
+def _read(path: str, seconds: float) -> tuple[Hosts, str | None]:
+    """Reads a hostfile; returns slots by host, and an error text or `None`."""
+    try:
+        hosts, wrong = parse_lines(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        return {}, str(error)
+    return hosts, None if wrong is None else repr(wrong)
+
+
+def _print(text: str) -> None:
+    print(f"keras-dist: {text}", file=sys.stderr, flush=True)
 
 
 def ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | None]:

@@ -41,6 +41,7 @@ def run_job(
     seconds: float | None = None,
     output: IO[Any] | None = None,
     lost: Callable[[], Any] = bool,
+    beside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Ended:
     """Runs a job to its end and forwards signals. No process of a failed job is left on this host.
 
@@ -49,7 +50,7 @@ def run_job(
     Args:
         seconds: time limit. Defaults to `None`: no limit.
     """
-    return _Job().run(command, environment, seconds, output, lost)
+    return _Job().run(command, environment, seconds, output, lost, beside)
 
 
 class _Job:
@@ -65,6 +66,7 @@ class _Job:
         seconds: float | None,
         output: IO[Any] | None,
         lost: Callable[[], Any],
+        beside: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> Ended:
         _prctl(_SUBREAPER, 1)  # orphans of mpiexec become children of this process
         others = _children()
@@ -84,7 +86,7 @@ class _Job:
             )
             for number in self._signals:  # that arrived meanwhile
                 self._process.send_signal(number)
-            with self._ending_without(lost):
+            with self._ending_without(lost), beside():
                 code = self._process.wait()
             if lost():
                 code = LOST_CODE if code <= 0 else code  # ended by this process, or 0 in error

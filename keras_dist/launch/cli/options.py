@@ -159,14 +159,17 @@ OPTIONS = (
     Option(
         "--host-discovery-script",
         "program with arguments that prints the available hosts, one per line: `h1:2`. It runs "
-        "before each start and restart of the job, without a shell",
+        "before each start and restart of the job, without a shell; with --min-np or --max-np also "
+        "while the job runs, which is then asked to save its state, and starts again on other "
+        "hosts",
         "COMMAND",
         _split,
         horovod="--host-discovery-script",
     ),
     Option(
         "--min-np",
-        "minimum number of ranks. A host discovery script runs again until there are enough slots "
+        "minimum number of ranks. Hosts of a discovery script or a hostfile are read again until "
+        "there are enough slots "
         "(-np, or 1). With --on-failure continue the job ends in `fit` when fewer are left",
         "N",
         _number(1),
@@ -174,7 +177,8 @@ OPTIONS = (
     ),
     Option(
         "--max-np",
-        "maximum number of ranks at each start, with a host discovery script (-np, or all slots)",
+        "maximum number of ranks at each start, with a host discovery script or a hostfile (-np, "
+        "or all slots)",
         "N",
         _number(1),
         horovod="--max-np --max-num-proc",

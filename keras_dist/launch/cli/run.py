@@ -1,6 +1,7 @@
 """`keras-dist run`: starts a job, and restarts it after a failure."""
 
 import argparse
+import itertools
 import math
 import os
 import secrets
@@ -15,7 +16,7 @@ from keras_dist import config, errors
 from keras_dist.launch.cli.command import check_entry, job_command, settings_of, ssh_of_job
 from keras_dist.launch.cli.config_file import arguments_of_file
 from keras_dist.launch.cli.connections import Connections, watched_connections
-from keras_dist.launch.cli.discovery import with_hosts
+from keras_dist.launch.cli.discovery import HostWatch, with_hosts
 from keras_dist.launch.cli.horovodrun import refuse
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.job import Ended, run_job
@@ -30,6 +31,7 @@ TIMED_OUT = 124  # as timeout(1)
 NEVER_AGAIN = (2, 128 + signal.SIGINT)  # usage error; Ctrl-C
 MAX_PAUSE_SECONDS = 30
 RESTART, JOB_ID = "KERAS_DIST_RESTART", "KERAS_DIST_JOB_ID"
+STARTS_AGAIN = "KERAS_DIST_STARTS_AGAIN"
 
 DESCRIPTION = """Starts a program on several ranks with the mpiexec of the MPI library that mpi4py
 loads, and forwards signals. With --max-restarts a failed job is restarted; a script that trains
@@ -73,11 +75,14 @@ def _run(options: argparse.Namespace, end: float) -> int:
     library = load_library()
     added = {**settings_of(options), **_variables(options)}
     environment = {JOB_ID: secrets.token_hex(16), **os.environ, **added, RESTART: "0"}
+    watch = HostWatch(options)
+    if options.max_restarts or watch.is_active:
+        environment[STARTS_AGAIN] = "1"
     settings = config.parse(environment)
     ssh = ssh_of_job(options, environment)
     goes_on = options.on_failure == "continue"
     survives_rank_loss = goes_on and library.survives_rank_loss
-    words = [*_launched(options), *program]
+    words = [*_launched(options), *(["--hosts-change"] if watch.is_active else []), *program]
     binds = options.bind == "mpiexec"
 
     def command_of(restart: int) -> list[str]:
@@ -86,6 +91,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
         # A host may come back between two restarts, so later starts try it.
         if not (restart or options.dry_run):
             check_entry(found, ssh)
+        watch.begin(found)
         return made
 
     command = command_of(0)
@@ -103,7 +109,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
         with terminating_signals_raise(), watched_connections(library, ssh, limit) as connections:
             environment |= connections.variables
             return _run_with_restarts(
-                command, command_of, environment, options.max_restarts, end, connections
+                command, command_of, environment, options.max_restarts, end, connections, watch
             )
     except EndRequested as request:
         _print(f"received {request.name} between two runs of the job.")
@@ -132,14 +138,16 @@ def _run_with_restarts(
     max_restarts: int,
     end: float,
     connections: Connections,
+    watch: HostWatch,
 ) -> int:
-    for restart in range(max_restarts + 1):
+    for restart in itertools.count():
         environment[RESTART] = str(restart)
         if restart:
             command = command_of(restart)
         left = None if end == math.inf else max(0.01, end - time.monotonic())
         connections.begin()
-        ended = run_job(command, environment, left, None, connections.lost)
+        beside = watch.beside_the_job
+        ended = run_job(command, environment, left, None, connections.lost, beside)
         code = _exit_code(ended)
         if ended.signal is None and not ended.timed_out and (lost := connections.lost()):
             _print(lost)
@@ -147,22 +155,26 @@ def _run_with_restarts(
             _print("the job was ended after its time limit (--timeout).")
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:
             return code
+        if code == exit_hooks.PREEMPTED_EXIT_CODE and watch.has_asked:
+            max_restarts += 1  # this start does not count
+            continue
         if code == exit_hooks.PREEMPTED_EXIT_CODE:
             _print(f"the job was preempted and saved its state (exit code {code}).")
             return code
-        if restart < max_restarts:
-            pause = min(2**restart, MAX_PAUSE_SECONDS)
-            if time.monotonic() + pause >= end:
-                _print(f"the job failed with exit code {code} at its time limit (--timeout).")
-                return code
-            _print(
-                f"the job failed with exit code {code}. Restart {restart + 1} of {max_restarts} "
-                f"in {pause} s."
-            )
-            time.sleep(pause)
-    if max_restarts:
-        _print(f"the job failed with exit code {code}, after {max_restarts} restarts.")
-    return code
+        if restart >= max_restarts:
+            if max_restarts:
+                _print(f"the job failed with exit code {code}, after {max_restarts} restarts.")
+            return code
+        pause = min(2**restart, MAX_PAUSE_SECONDS)
+        if time.monotonic() + pause >= end:
+            _print(f"the job failed with exit code {code} at its time limit (--timeout).")
+            return code
+        _print(
+            f"the job failed with exit code {code}. Restart {restart + 1} of {max_restarts} "
+            f"in {pause} s."
+        )
+        time.sleep(pause)
+    raise AssertionError
 
 
 def _exit_code(ended: Ended) -> int:
@@ -186,11 +198,13 @@ def _check(options: argparse.Namespace) -> None:
     elif asks and (options.hosts or options.hostfile):
         expected, received = "only --host-discovery-script", "other options for hosts as well"
         remedy = "Leave out --hosts and --hostfile."
-    elif (options.min_np or options.max_np) and not (asks or options.on_failure == "continue"):
+    elif (options.min_np or options.max_np) and not (
+        asks or options.hostfile or options.on_failure == "continue"
+    ):
         expected, received = "--min-np and --max-np with --host-discovery-script", "no such script"
         remedy = (
-            "Pass -np N, or a script that prints one host per line, such as h1:2, or "
-            "--on-failure continue."
+            "Pass -np N, or a script that prints one host per line, such as h1:2, or a "
+            "--hostfile, or --on-failure continue."
         )
     elif options.max_np and options.max_np < (options.min_np or 1):
         expected, received = "--max-np of --min-np or more", f"{options.max_np}"

@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from keras_dist import _engine
-from keras_dist.callbacks.signals import Signals
+from keras_dist.runtime import signals
+from keras_dist.runtime.signals import Signals
 
 
 @pytest.fixture
@@ -41,3 +42,17 @@ def test_a_signal_of_the_script_wakes_it_up_during_fit(nested, heard):
         signal.raise_signal(signal.SIGUSR2)
         assert heard.recv(1) == bytes([signal.SIGUSR2])
         outer.close()
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_signal_that_the_launcher_has_ignored_ends_no_rank(listens, monkeypatch):
+    reports = queue.SimpleQueue()
+    monkeypatch.setattr(signals, "ECHO_SECONDS", -1.0)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with _engine.progress.during("fit"):
+        ours = Signals(reports.put, hosts=listens)
+        for _ in range(3):
+            signal.raise_signal(signal.SIGUSR1)
+        ours.close()
+    assert reports.qsize() == listens  # once
+    assert signal.signal(signal.SIGUSR1, before) is signal.SIG_IGN

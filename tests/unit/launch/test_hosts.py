@@ -172,3 +172,24 @@ def test_a_script_that_names_no_host_is_told_so_and_asked_again_at_a_restart(ask
 def test_a_script_may_comment_on_its_hosts(asked):
     assert asked(b"# two\nh1:1 # one\n\nh2 slots=3\n") == ("h1:1,h2:3", 4)
     assert asked(b"# none\n") == ("h1:2", 2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted"),
+    [
+        ({"h1": 2, "h2": 1}, False),  # as at the start
+        ({"h1": 3, "h2": 1}, True),
+        ({"h1": 2, "h2": 1, "h3": 1}, True),
+        ({"h2": 1, "h3": 3}, True),  # as many ranks, but h1 is gone
+        ({"h1": 1, "h2": 1}, True),
+        ({"h1": 1}, False),  # too few: the job goes on while it can
+        ({}, False),
+    ],
+)
+def test_a_job_changes_its_hosts_for_more_ranks_or_lost_slots(hosts, wanted):
+    limits = {"min_np": 2, "max_np": 4, "np": None, "hostfile": None}
+    watch = discovery.HostWatch(argparse.Namespace(host_discovery_script=["true"], **limits))
+    watch.begin(argparse.Namespace(hosts="h1:2,h2:1", np=3))
+    assert watch._wants(hosts) == wanted
+    watch.begin(argparse.Namespace(hosts="h1:2,h2:9", np=4))
+    assert not watch._wants({"h1": 2, "h2": 2, "h3": 5})  # as many as there may be

@@ -1,4 +1,4 @@
-"""The signals by which batch systems announce the end of a job, received immediately.
+"""The signals that ask a job to end with its state saved, received immediately.
 
 Python runs signal handlers in the main thread, between two instructions. While that thread is
 inside the framework, a signal would wait, and so would a second one, which must end the process. So
@@ -13,8 +13,10 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from keras_dist import _engine
+from keras_dist.runtime.exit_hooks import HOSTS_CHANGED
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher and a batch system may both send the same signal.
@@ -22,23 +24,32 @@ ECHO_SECONDS = 2.0
 
 
 class Signals:
-    """Receives signals during a fit, unless the script has handlers for them.
+    """Receives signals during a task, unless the script has handlers for them.
 
-    The first signal is reported; another one more than two seconds later ends the process. Outside
-    of a fit, also after one that raised, signals have their default action.
+    The first signal is reported; another one more than two seconds later ends the process, unless
+    `keras-dist run` repeats that the hosts have changed. Outside of a fit, also after one that
+    raised, signals have their default action.
     """
 
-    def __init__(self, report: Callable[[str], None]):
+    def __init__(
+        self,
+        report: Callable[[str], None],
+        hosts: bool = False,
+        is_active: Callable[[], bool] | None = None,
+    ):
         self._report = report
-        self._ours: list[signal.Signals] = []
+        self._is_active = is_active or _is_during_fit
+        self._ours: dict[int, Any] = {}
         is_main = threading.current_thread() is threading.main_thread()
         self._depth = _engine.progress.progress().tasks.count("fit")
-        if not is_main or not self._depth:
+        if not is_main or not self._is_active():
             return
         for earlier in _installed[::-1]:
             if earlier._depth >= self._depth:
                 earlier.close()  # its fit has failed
-        self._ours = [s for s in HANDLED if signal.getsignal(s) is signal.SIG_DFL]
+        self._ours = {s: signal.SIG_DFL for s in HANDLED if signal.getsignal(s) is signal.SIG_DFL}
+        if hosts and signal.getsignal(HOSTS_CHANGED) is signal.SIG_IGN:
+            self._ours[HOSTS_CHANGED] = signal.SIG_IGN
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -61,15 +72,15 @@ class Signals:
     def restore(self) -> None:
         """Restores the actions of the signals, without stopping the thread."""
         _installed.remove(self)
-        for handled in self._ours:
+        for handled, action in self._ours.items():
             if signal.getsignal(handled) == self._in_main_thread:  # else the script has set one
-                signal.signal(handled, signal.SIG_DFL)
+                signal.signal(handled, action)
         now = signal.set_wakeup_fd(self._before)
         if now != self._write:
             signal.set_wakeup_fd(now)
 
     def _in_main_thread(self, number: int, frame: FrameType | None) -> None:
-        if not _engine.progress.is_during("fit"):
+        if not self._is_active():
             self.close()
             signal.raise_signal(number)
 
@@ -79,13 +90,13 @@ class Signals:
             if number not in self._ours:
                 self._forward(number)
                 continue
-            if not _engine.progress.is_during("fit"):
+            if not self._is_active():
                 continue
             name, now = signal.Signals(number).name, time.monotonic()
             if first is None:
                 first = now
                 self._report(name)
-            elif now - first > ECHO_SECONDS:
+            elif now - first > ECHO_SECONDS and self._ours[number] is signal.SIG_DFL:
                 sys.stderr.write(f"keras_dist: {name} again: this rank ends now.\n")
                 sys.stderr.flush()
                 os._exit(128 + number)
@@ -95,6 +106,10 @@ class Signals:
         if self._before != -1:
             with contextlib.suppress(OSError):  # it is full, as for the interpreter, or closed
                 os.write(self._before, bytes([number]))
+
+
+def _is_during_fit() -> bool:
+    return _engine.progress.is_during("fit")
 
 
 _installed: list[Signals] = []
