@@ -22,7 +22,6 @@ from keras_dist.callbacks.resumed_epoch import ResumedEpoch, end_at_once
 from keras_dist.callbacks.unsaved_state import UnsavedState
 from keras_dist.callbacks.verification import ENDING, verify_before_writing
 from keras_dist.data import epochs
-from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.storage import versioned_backups
 from keras_dist.storage.memory_copies import MemoryCopies
 from keras_dist.storage.retry_policy import RetryPolicy
@@ -116,7 +115,8 @@ class BackupAndRestore(SessionCallback, KerasBackup):
     ):
         super().__init__(str(backup_dir), *args, **kwargs)
         runtime.communicator().index_of_root(root_rank)
-        self.root_rank, self.memory = root_rank, memory
+        self.root_rank = root_rank
+        self.acts_on_job = "keeps copies of the job in memory" if memory else ""
         self._directory = pathlib.Path(self.backup_dir)
         self._retry_policy = RetryPolicy()
         self._intact: pathlib.Path | None = None  # on the root: the newest backup known intact
@@ -131,17 +131,6 @@ class BackupAndRestore(SessionCallback, KerasBackup):
         self._fit, self._rank_states = FitState([], root_rank), list[fit_state.Packed]()
         self._unsaved: UnsavedState | None = None
         self._resumed: ResumedEpoch | None = None
-
-    def train_within(self, process_set: ProcessSet) -> None:
-        """Refuses copies in memory, which are those of the job."""
-        super().train_within(process_set)
-        if self.memory:
-            raise errors.ArgumentError(
-                runtime.where(),
-                "memory=False with a process_set",
-                "memory=True",
-                "Omit memory: a set reads its backup from the directory.",
-            )
 
     def enter(self, session: FitSession) -> None:
         """Finds the backup before other callbacks change their files."""

@@ -10,7 +10,7 @@ from keras_dist.callbacks.log_values import agreed_logs, as_numbers, is_close
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import Compute, FitSession, Logs
 from keras_dist.training.metric_states import merged_states, unmergeable
-from keras_dist.training.session_callback import SessionCallback
+from keras_dist.training.session_callback import VALIDATION, SessionCallback
 
 
 class MetricAverageCallback(SessionCallback):
@@ -41,7 +41,7 @@ class MetricAverageCallback(SessionCallback):
         ArgumentError: `root_rank` is not a rank.
     """
 
-    is_collective_in_validation = True
+    agrees_on = VALIDATION
 
     def __init__(self, device: str = "", root_rank: int = 0):
         super().__init__()

@@ -9,7 +9,7 @@ from keras_dist.callbacks import rank_states
 from keras_dist.callbacks.fit_state import FitState
 from keras_dist.callbacks.random_state import RandomState
 from keras_dist.storage.versioned_backups import REMEDY
-from keras_dist.training.fit_session import FitSession, Skipped
+from keras_dist.training.fit_session import FitSession
 
 _log = logging.getLogger("keras_dist")
 
@@ -35,10 +35,11 @@ class ResumedEpoch:
         self._session, self._fit, self._random = session, fit, random
         self._stopped = found["stopped"]
         self._states = fit.ranks()
-        self._logs = rank_states.of_rank(self._states)["logs"] if self._states else {}
+        self.logs = rank_states.of_rank(self._states)["logs"] if self._states else {}
         execution_steps = session.model.steps_per_execution
         self._executions, repeated = divmod(found["step"], execution_steps)
-        self._skipped = found["step"] - repeated
+        #: number of batches that are read; whether there are more steps that are not for training
+        self.batches, self.is_left = found["step"] - repeated, True
         if repeated and runtime.fit_rank() == 0:
             _log.warning(
                 "%d batches are trained on twice: the backup was written after %d batches of an "
@@ -55,31 +56,39 @@ class ResumedEpoch:
         if self._stopped:
             self._session.model.stop_training = True
         self._restore_metrics()
-        self._session.skip(
-            Skipped(
-                self._skipped,
-                self._executions,
-                self._logs,
-                before=self._before_step,
-                after=self._random.skipped,
-            )
-        )
-        if self._skipped:
+        self._session.resume(self)
+        if not self._executions:
+            self._random.skipped()
+        if self.batches:
             # Skipped steps do not count as done by this process.
-            _engine.progress.progress().step = self._skipped
+            _engine.progress.progress().step = self.batches
 
-    def _before_step(self, batches: Any) -> None:
-        if not self._wants_metrics:
-            return
-        # TensorFlow creates metrics when it traces the first step.
-        _backends.active().build_from(self._session.model, batches)
-        self._restore_metrics()
-        if self._wants_metrics and runtime.fit_rank() == 0:
-            _log.warning(
-                "keras_dist: the metrics of the backup differ from those of this model. Metrics "
-                "of the resumed epoch include only batches from here on."
-            )
-        self._wants_metrics = False
+    def skip(self, *arguments: Any) -> Any:
+        """Reads the batches of a step and returns its result; `None` if it is one of training."""
+        model, backend = self._session.model, _backends.active()
+        if self._wants_metrics:
+            # TensorFlow creates metrics when it traces the first step.
+            backend.build_from(model, arguments[-1])
+            self._restore_metrics()
+            if self._wants_metrics and runtime.fit_rank() == 0:
+                _log.warning(
+                    "keras_dist: the metrics of the backup differ from those of this model. "
+                    "Metrics of the resumed epoch include only batches from here on."
+                )
+            self._wants_metrics = False
+        if not self._executions:
+            self.is_left = False
+            return None
+        self._executions -= 1
+        logs = backend.skip_batches(model.steps_per_execution, self.logs, *arguments)
+        if not self._executions:
+            self._random.skipped()
+        return logs
+
+    def end(self) -> None:
+        """Ends the epoch, in which this rank may have had fewer batches than were to be read."""
+        if self._executions:
+            self._random.skipped()
 
     def _restore_metrics(self) -> None:
         model = self._session.model

@@ -3,7 +3,7 @@
 from typing import Any
 
 from keras_dist.training.replicas import average_statistics
-from keras_dist.training.session_callback import SessionCallback
+from keras_dist.training.session_callback import VALIDATION, SessionCallback
 
 
 class AverageStatisticsCallback(SessionCallback):
@@ -17,7 +17,7 @@ class AverageStatisticsCallback(SessionCallback):
     Collective: every rank must pass the callback to `fit`.
     """
 
-    is_collective_in_validation = True
+    agrees_on = VALIDATION
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Averages before validation."""

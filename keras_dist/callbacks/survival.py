@@ -44,6 +44,8 @@ class GoOnWithoutLostRanks(SessionCallback):
             of an epoch.
     """
 
+    acts_on_job = "goes on with those that are left"
+
     def __init__(self, verbose: bool = True, share_out: str = "next epoch"):
         super().__init__()
         check_share_out(share_out)

@@ -35,10 +35,12 @@ def prepare(make_source: Callable[[], Source]) -> Any:
     Collective: every rank; blocks. An error on one rank is raised on every rank.
     """
     source, failure = _attempt(make_source)
-    if runtime.size() == 1:
+    if runtime.fit_size() == 1:
         reports = [_report(source, failure)]
     else:
-        reports = ops.allgather_object(_report(source, failure), name="data.shard")
+        reports = ops.allgather_object(
+            _report(source, failure), name="data.shard", process_set=runtime.fit_set()
+        )
     if failure is not None:
         raise failure
     for _, _, report in reports:

@@ -12,7 +12,6 @@ from typing import Any, get_args
 from keras_dist import errors, runtime
 from keras_dist.data.order import Shuffle, Way
 from keras_dist.data.partition import Plan, Remainder, plan_samples
-from keras_dist.runtime import job
 
 SAME_ARGUMENTS = "Pass the same arguments to shard() on every rank."
 
@@ -45,8 +44,8 @@ class ShardOptions:
     global_batch_size: int | None = None
     batched: bool | None = None
     draws: bool = False
-    rank: int = dataclasses.field(default_factory=job.rank)
-    size: int = dataclasses.field(default_factory=job.size)
+    rank: int = dataclasses.field(default_factory=runtime.fit_rank)
+    size: int = dataclasses.field(default_factory=runtime.fit_size)
     where: str = dataclasses.field(default_factory=runtime.where)
     may_shrink: bool = dataclasses.field(default_factory=runtime.can_survive_rank_loss)
 

@@ -15,6 +15,7 @@ from keras_dist.data.kinds import is_a, is_tensor, is_tf_dataset
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.shard_options import ShardOptions
+from keras_dist.runtime.process_sets import ProcessSet
 
 
 def shard(
@@ -29,6 +30,7 @@ def shard(
     shuffle_buffer: int | None = None,
     global_batch_size: int | None = None,
     batched: bool | None = None,
+    process_set: ProcessSet | None = None,
 ) -> Any:
     """Returns the shard of this rank in batches, for `fit` or `evaluate`.
 
@@ -113,6 +115,7 @@ def shard(
         global_batch_size: number of samples of all ranks in a step, instead of `batch_size`; a
             multiple of the number of ranks.
         batched: whether the items of a data set are batches, where that is not known.
+        process_set: the ranks that the data is for, as in `keras_dist.callbacks`. Defaults to all.
 
     Returns:
         See the table. For a `tf.data.Dataset` Keras warns that `fit` does not shuffle it; pass
@@ -154,7 +157,8 @@ def shard(
         )
         return _source(data, options)
 
-    return consistency.prepare(make_source)
+    with runtime.fit_within(process_set):
+        return consistency.prepare(make_source)
 
 
 def sample(

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import keras
+from keras_dist.training.session_callback import SessionCallback
 
 
-class CommitStateCallback(keras.callbacks.Callback):
+class CommitStateCallback(SessionCallback):
     """Commits a state after a number of batches, and at the end of each epoch.
 
     After a rank has died, the weights are those of the last commit, and
@@ -19,6 +19,8 @@ class CommitStateCallback(keras.callbacks.Callback):
         state: a `State`.
         batches_per_commit: number of batches between commits. Defaults to 1.
     """
+
+    acts_on_job = "commits the state of all ranks"
 
     def __init__(self, state: Any, batches_per_commit: int = 1):
         super().__init__()
@@ -46,7 +48,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self._state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):
+class UpdateBatchStateCallback(SessionCallback):
     """Sets `state.batch` to the index of the last batch; 0 at the end of an epoch.
 
     `fit` does not use it: it runs an interrupted epoch again from its first batch. To skip batches,
@@ -71,7 +73,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self._state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):
+class UpdateEpochStateCallback(SessionCallback):
     """Sets `state.epoch` to the number of epochs that have ended, including earlier fits.
 
     A script may continue by `fit(initial_epoch=state.epoch)` or by

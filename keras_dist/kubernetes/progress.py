@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_dist import runtime
+from keras_dist.training.session_callback import SessionCallback
 
 PAUSE_SECONDS = 5.0  # between two requests, as Kubeflow asks
 REQUEST_SECONDS = 5.0
@@ -22,7 +22,7 @@ REQUEST_SECONDS = 5.0
 _log = logging.getLogger("keras_dist")
 
 
-class ProgressCallback(keras.callbacks.Callback):
+class ProgressCallback(SessionCallback):
     """Posts progress, remaining time and metrics to the status of a TrainJob of Kubeflow Trainer.
 
     The root posts at most every 5 seconds, from a thread of its own, to the address in

@@ -32,6 +32,9 @@ from .job import (
     fit_rank as fit_rank,
 )
 from .job import (
+    fit_set as fit_set,
+)
+from .job import (
     fit_size as fit_size,
 )
 from .job import (

@@ -212,6 +212,11 @@ def fit_within(process_set: ProcessSet | None) -> Iterator[None]:
         _fit_set = before
 
 
+def fit_set() -> ProcessSet | None:
+    """Returns the process set of the running fit; `None`: all ranks."""
+    return _fit_set
+
+
 def fit_communicator() -> _engine.Communicator:
     """Returns the ranks of the running fit: those of its process set, or all; all outside of it."""
     return communicator(_fit_set)

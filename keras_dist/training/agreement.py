@@ -123,11 +123,15 @@ def _put_in_order(arguments: dict[str, Any]) -> list[Any]:
 def _plan(arguments: dict[str, Any]) -> dict[str, str]:
     """Returns the arguments that must be equal, as text by name."""
     found = members(flat(arguments))
+    validates = arguments["validation_data"] is not None or arguments["validation_split"]
+    values = {
+        **arguments,
+        "validation_data": "some" if validates else "none",
+        "validation_freq": arguments["validation_freq"] if validates else "none",
+    }
+    names = ["epochs", "initial_epoch", *(name for member in found for name in member.agrees_on)]
     plan = {"callbacks": ", ".join(map(_name, found))}
-    plan.update({name: str(arguments[name]) for name in ("epochs", "initial_epoch")})
-    for member in found:
-        plan.update(member.agreement(arguments))
-    return plan
+    return plan | {name: str(values[name]) for name in names}
 
 
 def _name(member: Any) -> str:

@@ -6,14 +6,12 @@ is its session: calls within it, such as an `evaluate` in a callback, neither in
 what the outer one does.
 """
 
-import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 
-from keras_dist import _backends
 from keras_dist._compat.keras.callbacks import model_of
 
 # Attribute of a model: its innermost session. Of a list of callbacks: that of its fit.
@@ -51,18 +49,6 @@ class Order(enum.IntEnum):
     LEAVES = 3
 
 
-@dataclasses.dataclass
-class Skipped:
-    """The first batches of a resumed epoch: they are read, without training or hooks."""
-
-    batches: int
-    executions: int
-    logs: dict[str, Any]
-    before: Callable[[Any], None]
-    after: Work
-    is_left: bool = True
-
-
 class Member:
     """A callback that takes part in sessions, see `SessionCallback`."""
 
@@ -88,7 +74,7 @@ class FitSession:
         #: whether all ranks evaluate the model in this call
         self.is_evaluation = False
         self._first_step: dict[FirstStep, Callable[..., tuple[Any, ...]]] = {}
-        self._skipped: Skipped | None = None
+        self._resumed: Any = None
         self._logs: dict[Logs, Transformation] = {Logs.COMPUTE: _by_keras}
         self._after_hook: list[Work] = []
         self._is_in_hook = False
@@ -119,42 +105,31 @@ class FitSession:
         """Adds a function of the arguments of the first step; it returns those to use instead."""
         self._first_step[place] = work
 
-    def skip(self, skipped: Skipped) -> None:
-        """Skips the first batches of this epoch."""
-        self._skipped, self.last_logs = skipped, skipped.logs
-        if not skipped.executions:
-            skipped.after()
+    def resume(self, epoch: Any) -> None:
+        """Begins an epoch with its first batches, which are read, without training or hooks."""
+        self._resumed, self.last_logs = epoch, epoch.logs
 
     @property
     def precedes_steps(self) -> bool:
         """Whether something is to be done before the next step, or in place of it."""
-        return bool(self._first_step) or (self._skipped is not None and self._skipped.is_left)
+        return bool(self._first_step) or (self._resumed is not None and self._resumed.is_left)
 
     def step(self, *arguments: Any) -> Any:
         """Calls the train function of the model, after what precedes it, or skips its batches."""
-        if (skipped := self._skipped) is not None and skipped.is_left:
-            skipped.before(arguments[-1])
-            if skipped.executions:
-                return self._skip_one(skipped, arguments)
-            skipped.is_left = False
+        if self._resumed is not None and self._resumed.is_left:
+            skipped = self._resumed.skip(*arguments)
+            if skipped is not None:
+                return skipped
         first, self._first_step = self._first_step, {}
         for place in sorted(first):
             arguments = first[place](*arguments)
         return self.model.train_function(*arguments)
 
-    def _skip_one(self, skipped: Skipped, arguments: tuple[Any, ...]) -> Any:
-        skipped.executions -= 1
-        count = self.model.steps_per_execution
-        found = _backends.active().skip_batches(count, skipped.logs, *arguments)
-        if not skipped.executions:
-            skipped.after()
-        return found
-
     # --- hooks of callbacks ------------------------------------------------------------------
 
     def skips_hook(self, batch: int) -> bool:
         """Returns whether callbacks are not told of a batch."""
-        return self._skipped is not None and batch < self._skipped.batches
+        return self._resumed is not None and batch < self._resumed.batches
 
     def call_hook(self, hook: Callable[..., None], *arguments: Any) -> None:
         """Calls a hook of all callbacks, then the functions that wait for its end."""
@@ -187,13 +162,12 @@ class FitSession:
             logs = self._logs[place](logs, compute)
         return logs
 
-    def end_epoch(self, hook: Work) -> None:
+    def end_epoch(self, hook: Callable[..., None], *arguments: Any) -> None:
         """Calls `on_epoch_end` of all callbacks."""
-        skipped = self._skipped
-        if skipped is not None and skipped.executions:  # this rank had fewer batches than these
-            skipped.after()
-        self.call_hook(hook)
-        self._skipped, self.last_logs = None, {}
+        if self._resumed is not None:
+            self._resumed.end()
+        self.call_hook(hook, *arguments)
+        self._resumed, self.last_logs = None, {}
 
     # --- a call ends -------------------------------------------------------------------------
 

@@ -129,40 +129,42 @@ def _logs(compute: Callable[..., Any], model: Any, logs: Any) -> Any:
 # --- hooks of lists of callbacks ---------------------------------------------------------------
 
 
-def _on_train_begin(hook: Callable[..., None], callbacks: Any, *args: Any, **kwargs: Any) -> None:
-    own = functools.partial(hook, callbacks, *args, **kwargs)
+def _on_train_begin(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
     if model_of(callbacks) is None or not members(callbacks.callbacks):
-        return own()
-    return session_for_list(callbacks).begin(callbacks, own)
+        return hook(callbacks, logs)
+    return session_for_list(callbacks).begin(callbacks, functools.partial(hook, callbacks, logs))
 
 
-def _on_epoch_begin(hook: Callable[..., None], callbacks: Any, *args: Any, **kwargs: Any) -> None:
-    own = functools.partial(hook, callbacks, *args, **kwargs)
-    session = running_in(callbacks)
-    return own() if session is None else session.call_hook(own)
-
-
-def _on_batch(
-    hook: Callable[..., None], callbacks: Any, batch: int, logs: dict[str, Any] | None = None
+def _on_epoch_begin(
+    hook: Callable[..., None], callbacks: Any, epoch: int, logs: Any = None
 ) -> None:
     session = running_in(callbacks)
-    if session is None:
-        return hook(callbacks, batch, logs)
-    if session.skips_hook(batch):
-        return None
-    if isinstance(logs, dict):
-        session.last_logs = logs
-    return session.call_hook(hook, callbacks, batch, logs)
+    call = _called if session is None else session.call_hook
+    call(hook, callbacks, epoch, logs)
 
 
-def _on_epoch_end(hook: Callable[..., None], callbacks: Any, *args: Any, **kwargs: Any) -> None:
-    own = functools.partial(hook, callbacks, *args, **kwargs)
+def _on_batch(hook: Callable[..., None], callbacks: Any, batch: int, logs: Any = None) -> None:
     session = running_in(callbacks)
-    return own() if session is None else session.end_epoch(own)
+    if session is None:
+        hook(callbacks, batch, logs)
+    elif not session.skips_hook(batch):
+        if isinstance(logs, dict):
+            session.last_logs = logs
+        session.call_hook(hook, callbacks, batch, logs)
 
 
-def _on_train_end(hook: Callable[..., None], callbacks: Any, *args: Any, **kwargs: Any) -> None:
-    hook(callbacks, *args, **kwargs)
+def _on_epoch_end(hook: Callable[..., None], callbacks: Any, epoch: int, logs: Any = None) -> None:
+    session = running_in(callbacks)
+    call = _called if session is None else session.end_epoch
+    call(hook, callbacks, epoch, logs)
+
+
+def _on_train_end(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
+    hook(callbacks, logs)
     session: FitSession | None = vars(callbacks).pop(SESSION, None)
     if session is not None and session.task == "loop":
         session.__exit__()
+
+
+def _called(hook: Callable[..., None], *arguments: Any) -> None:
+    hook(*arguments)

@@ -5,23 +5,29 @@ from typing import Any
 
 import keras
 
-from keras_dist import runtime
+from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.fit_session import FitSession, Member, Order, session_of
 from keras_dist.training.keras_hooks import watch_models
 
+# What callbacks agree on that are collective in validation.
+VALIDATION = ("validation_data", "validation_freq")
+
 
 class SessionCallback(Member, keras.callbacks.Callback):
     """A callback that takes part in sessions: every rank must pass it to `fit`."""
 
-    #: whether validation must be equal on all ranks, because the callback is collective in it
-    is_collective_in_validation = False
+    #: arguments of `fit` that must be equal on all ranks, besides those of epochs
+    agrees_on: tuple[str, ...] = ()
     order = Order.AS_GIVEN
     #: the rank that acts for all, if there is one
     root_rank: Any = None
     #: the ranks of the fit; `None`: all, or those of other callbacks in the list
     process_set: ProcessSet | None = None
+
+    #: what the callback does for all ranks of the job, in words, so that a set cannot have it
+    acts_on_job = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Patches Keras, once."""
@@ -35,22 +41,19 @@ class SessionCallback(Member, keras.callbacks.Callback):
 
     def train_within(self, process_set: ProcessSet) -> None:
         """Makes a process set the ranks of the fit; its first rank is the root in place of 0."""
+        if self.acts_on_job:
+            raise errors.ArgumentError(
+                runtime.where(),
+                "callbacks that act within a process set",
+                f"a {type(self).__name__} that {self.acts_on_job}",
+                "Omit it, or train on all ranks.",
+            )
         self.process_set = process_set
         comm, root = runtime.communicator(process_set), self.root_rank
         if root == 0 and 0 not in comm.ranks:
             self.root_rank = comm.ranks[0]
         elif root is not None:
             comm.index_of_root(root)
-
-    def agreement(self, arguments: dict[str, Any]) -> dict[str, str]:
-        """Returns what must be equal in the `fit` of all ranks, as text by name."""
-        if not self.is_collective_in_validation:
-            return {}
-        validates = arguments["validation_data"] is not None or arguments["validation_split"]
-        return {
-            "validation_data": "some" if validates else "none",
-            "validation_freq": str(arguments["validation_freq"]) if validates else "none",
-        }
 
     def asks(self, appended: Sequence[keras.callbacks.Callback]) -> Any:
         """Returns what this rank tells the others, given the callbacks that a user has appended."""

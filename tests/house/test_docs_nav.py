@@ -1,5 +1,6 @@
 """Links and the navigation of the site lead to pages, and the list of decisions names them all."""
 
+import ast
 import importlib.util
 import re
 
@@ -15,6 +16,19 @@ SPEC.loader.exec_module(website)
 
 def test_links_and_navigation_lead_to_pages():
     assert website.faults() == []
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "life").glob("*.md")), ids=lambda page: page.stem)
+def test_a_life_links_functions_that_exist(page):
+    links = re.findall(r"\[`([\w.]+)`\]\((\S+\.py)\)", page.read_text())
+    assert links
+    for name, path in links:
+        node = ast.parse((page.parent / path).read_text())
+        for part in name.split("."):
+            kinds = ast.FunctionDef | ast.ClassDef
+            found = [each for each in node.body if isinstance(each, kinds) and each.name == part]
+            assert found, f"{page.name}: {path} has no {name}"
+            node = found[0]
 
 
 @pytest.fixture

@@ -547,6 +547,23 @@ for _module, _tree in TREES.items():
 ALL_DEFINED = set().union(*DEFINED.values())
 
 
+# --- Rule 6: one session steers a fit
+
+STEERS = {"train_function", "test_function", "make_train_function", "make_test_function"}
+
+
+def check_no_patches(tree, module):
+    """Callbacks give their work to the session, which `training/keras_hooks` calls from Keras."""
+    if not module.startswith(".callbacks"):
+        return
+    for node in ast.walk(tree):
+        assigned = node.targets if isinstance(node, ast.Assign) else []
+        for target in (each for each in assigned if isinstance(each, ast.Attribute)):
+            path = ast.unparse(target)
+            if path.startswith("keras.") or target.attr in STEERS:
+                yield node.lineno, f"{path} is patched: give the work to the session of the fit"
+
+
 # --- The rules on keras_dist
 
 
@@ -556,6 +573,7 @@ RULES = [
     check_no_assert,
     check_no_branch_on_rank,
     check_private_names,
+    check_no_patches,
 ]
 
 
@@ -674,6 +692,20 @@ def test_public_names_are_checked(source, culprit):
 )
 def test_public_names_are_accepted(source):
     assert not violations(check_public_names, ".runtime", source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "keras.Model.fit = fit",
+        "keras.callbacks.CallbackList.x = f",
+        "self.model.train_function = f",
+    ],
+)
+def test_a_patch_in_a_callback_is_found(source):
+    [text] = violations(check_no_patches, ".callbacks.batches", source)
+    assert "session" in text
+    assert not violations(check_no_patches, ".training.keras_hooks", source)
 
 
 def test_assert_is_found():

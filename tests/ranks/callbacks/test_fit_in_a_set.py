@@ -69,6 +69,10 @@ def test_each_set_trains_like_one_process(trial):
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-4)
     assert keras_dist.allgather_object(1) == [1] * keras_dist.size()
+    shard = keras_dist.data.shard(whole, BATCH, shuffle=False, process_set=trial)
+    model = model_of(trial, metrics=["accuracy"])
+    model.fit(shard, epochs=epochs, verbose=0, callbacks=keras_dist.callbacks(process_set=trial))
+    assert_close(weights_of(model), weights_of(alone))
 
 
 def test_a_set_ends_with_the_last_of_its_ranks(trial):
@@ -134,8 +138,10 @@ def test_what_a_set_cannot_do_is_refused_before_the_first_step(trial):
         fit(everywhere, own, trial)
     with pytest.raises(errors.ArgumentError, match="on_failure='stop' with a process_set"):
         keras_dist.callbacks(process_set=trial, on_failure="continue")
-    with pytest.raises(errors.ArgumentError, match="memory=False with a process_set"):
+    with pytest.raises(errors.ArgumentError, match="keeps copies of the job in memory"):
         keras_dist.callbacks(BackupAndRestore("b", memory=True), process_set=trial)
+    with pytest.raises(errors.ArgumentError, match="commits the state of all ranks"):
+        keras_dist.callbacks(keras_dist.elastic.CommitStateCallback(None), process_set=trial)
     other = next(rank for rank in range(keras_dist.size()) if rank not in trial.ranks)
     if other:
         with pytest.raises(errors.ArgumentError, match="root_rank to be a rank of the process set"):
