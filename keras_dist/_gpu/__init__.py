@@ -4,14 +4,13 @@ Knows neither MPI nor a framework. ROCm's runtime and RCCL have the same functio
 `hip`. Other packages use the names below and nothing else.
 """
 
-from keras_dist._gpu.arrays import Completion, Concatenation, DeviceArray, uniform
+from keras_dist._gpu.arrays import Concatenation, DeviceArray, uniform
 from keras_dist._gpu.facts import GpuFacts, facts_of, selected_bus_id
-from keras_dist._gpu.libraries import counts_host_memory, find, missing
+from keras_dist._gpu.libraries import counts_host_memory
 from keras_dist._gpu.nccl import (
     REDUCTIONS,
     Nccl,
     NcclError,
-    UniqueId,
     data_type,
     load_nccl,
     version_text,
@@ -21,7 +20,6 @@ from keras_dist._gpu.staging import Half, Staging, staging_of
 
 __all__ = [
     "REDUCTIONS",
-    "Completion",
     "Concatenation",
     "DeviceArray",
     "Event",
@@ -31,14 +29,11 @@ __all__ = [
     "NcclError",
     "Runtime",
     "Staging",
-    "UniqueId",
     "counts_host_memory",
     "data_type",
     "facts_of",
-    "find",
     "load_nccl",
     "load_runtime",
-    "missing",
     "selected_bus_id",
     "staging_of",
     "uniform",

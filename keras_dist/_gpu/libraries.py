@@ -52,7 +52,7 @@ def find(kind: str) -> Table | None:
                 library = ctypes.CDLL(path, mode=mode)
             except OSError:
                 continue
-            return Table(_path_of(library, path), prefix, functools.partial(_address, library))
+            return Table(_path_of(path), prefix, functools.partial(_address, library))
     return None
 
 
@@ -93,7 +93,7 @@ def _named(addresses: dict[str, int], name: str) -> int:
     return addresses[name]
 
 
-def _path_of(library: ctypes.CDLL, path: str) -> str:
+def _path_of(path: str) -> str:
     """Returns the file of a loaded library, if the system tells it."""
     if os.path.isabs(path):
         return path

@@ -14,8 +14,6 @@ from keras_dist.data.blocks import (
     BlockShard,
     GlobalBlockShard,
     ordered_blocks,
-    remaining_shard,
-    unread_pieces,
 )
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.nested import leaves, mapped
@@ -57,8 +55,8 @@ class BlockBatches:
         kind: str,
         plan_for: PlanFor | None = None,
     ):
-        self.example, self.plan, self.position = data, plan, (0, 0)
-        self.lock = threading.RLock()
+        self.example, self.plan = data, plan
+        self._lock = threading.RLock()
         self.epochs = Epochs(kind, self if plan_for is not None else None)
         if cut.is_global:
             self.epochs.global_batch = plan.batch_size * plan.size
@@ -67,9 +65,9 @@ class BlockBatches:
         self._is_collective = isinstance(reader, ScatteringReader)
         self._columns: list[Column] = [column for _, column in leaves(data, "")]
         self._pid = os.getpid()
-        self._portions: dict[int, BlockShard] = {}  # by epoch; the latest, or the rest of one
-        # By epoch, first step of the shard, and number of the window.
-        self._windows: dict[tuple[int, int, int], concurrent.futures.Future] = {}
+        self._portions: dict[int, BlockShard] = {}  # by epoch; the latest
+        # By epoch and number of the window.
+        self._windows: dict[tuple[int, int], concurrent.futures.Future] = {}
         if hasattr(reader, "close"):
             weakref.finalize(self, reader.close)
 
@@ -80,9 +78,8 @@ class BlockBatches:
 
     def batch(self, epoch: int, step: int) -> Any:
         """Returns arrays with the rows of a step, in the structure of the data."""
-        with self.lock:
-            self.position = max(self.position, (epoch, step + 1))
-            share = self._portion(epoch).at(step)
+        with self._lock:
+            share = self._portion(epoch)
             parts = [
                 self._rows(epoch, share, window, rows) for window, rows in share.positions(step)
             ]
@@ -91,31 +88,14 @@ class BlockBatches:
         rows = [_concatenated(arrays) for arrays in zip(*parts, strict=True)]
         return mapped(lambda _: rows.pop(0), self.example)
 
-    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
-        """Distributes the data over other ranks, from a batch or from the next epoch on."""
-        if self._plan_among is None or (
-            position is None and (rank, size) == (self.plan.rank, self.plan.size)
-        ):
+    def reshard(self, rank: int, size: int) -> None:
+        """Distributes the data over other ranks, from the next epoch on."""
+        if self._plan_among is None or (rank, size) == (self.plan.rank, self.plan.size):
             return
-        with self.lock:
-            shares = {}
-            if position is not None and position[1] < self.plan.steps:
-                epoch, step = position
-                everyone = [self._portion_of(rank, epoch) for rank in range(self.plan.size)]
-                pieces = unread_pieces(everyone, step)
-                rest = remaining_shard(everyone[0], pieces, rank, size, step)
-                shares[epoch] = dataclasses.replace(rest, previous=self._portion(epoch))
+        with self._lock:
             self.plan = self._plan_among(rank, size)
-            self._portions = shares
+            self._portions.clear()
             self._windows.clear()
-
-    def _portion_of(self, rank: int, epoch: int) -> BlockShard:
-        """Returns the shard of one of the previous ranks, perhaps dead."""
-        share = self._portion(epoch)
-        if share.previous is None:
-            plan = self._plan_among(rank, self.plan.size) if self._plan_among else self.plan
-            return dataclasses.replace(share, plan=plan)
-        return remaining_shard(share, share.sequence, rank, self.plan.size, share.first_step)
 
     def _portion(self, epoch: int) -> BlockShard:
         if epoch not in self._portions:
@@ -137,17 +117,16 @@ class BlockBatches:
     ) -> tuple[Sequence[np.ndarray], np.ndarray | None]:
         if os.getpid() != self._pid:  # a fork has no reader threads
             self._pid, self._windows = os.getpid(), {}
-        prefix = epoch, share.first_step
-        wanted = [(*prefix, window)]
+        wanted = [(epoch, window)]
         if not self._is_collective and window < share.window_at(
             min(share.plan.count, share.plan.held) - 1
         ):
-            wanted.append((*prefix, window + 1))
+            wanted.append((epoch, window + 1))
         known = self._windows
         self._windows = {
-            key: known[key] if key in known else self._start(share, key[2]) for key in wanted
+            key: known[key] if key in known else self._start(share, key[1]) for key in wanted
         }
-        return self._windows[*prefix, window].result()
+        return self._windows[epoch, window].result()
 
     def _start(self, share: BlockShard, window: int) -> concurrent.futures.Future:
         """Starts to read a window."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keras_dist.data.partition import EvenPlan, Plan
+from keras_dist.data.partition import Plan
 
 Pieces = np.ndarray  # int64 of shape (count, 2): first row and end of each piece
 
@@ -46,20 +46,12 @@ def ordered_blocks(total: int, block: int, align: int, key: Sequence[int] | None
 
 @dataclasses.dataclass(frozen=True)
 class BlockShard:
-    """The shard of a rank in an epoch, or in the rest of an epoch."""
+    """The shard of a rank in an epoch."""
 
     sequence: Pieces
     block: int
     plan: Plan
     key: tuple[int, ...] | None
-    first_step: int = 0
-    previous: "BlockShard | None" = None
-
-    def at(self, step: int) -> "BlockShard":
-        """Returns the shard that has a step: this one or a previous one."""
-        if self.previous is None or step >= self.first_step:
-            return self
-        return self.previous.at(step)
 
     @functools.cached_property
     def _ends(self) -> np.ndarray:
@@ -74,10 +66,6 @@ class BlockShard:
     def rounds(self) -> int:
         """Number of full windows of each rank."""
         return self.total // (self.block * self.plan.size)
-
-    def bounds(self, step: int) -> tuple[int, int]:
-        """Returns the first position and the end of the batch of a step in the shard."""
-        return self.plan.bounds(step - self.first_step)
 
     def window_at(self, position: int) -> int:
         """Returns the number of the window of a position."""
@@ -104,7 +92,7 @@ class BlockShard:
 
     def positions(self, step: int) -> list[tuple[int, np.ndarray]]:
         """Returns the windows of a batch, with the positions of its rows in their order."""
-        start, stop = self.bounds(step)
+        start, stop = self.plan.bounds(step)
         # Rows that are repeated for equal batch sizes are the last row.
         positions = np.minimum(np.arange(start, stop), self.plan.held - 1)
         windows = np.minimum(positions // self.block, self.rounds)
@@ -115,22 +103,12 @@ class BlockShard:
 
     def last_window(self, step: int) -> int:
         """Returns the last window that any rank reads in a step."""
-        if step - self.first_step < self.plan.steps - 1:
-            return self.window_at(self.bounds(step)[1] - 1)
+        if step < self.plan.steps - 1:
+            return self.window_at(self.plan.bounds(step)[1] - 1)
         # No rank has more rows than rank 0.
         fewest, more = divmod(self.total, self.plan.size)
         most = self.plan.count if self.plan.count < fewest else fewest + (more > 0)
         return self.window_at(most - 1)
-
-    def rows_left(self, window: int, step: int) -> Pieces:
-        """Returns the rows of a window that belong to a step or to later ones."""
-        pieces, order, begin = self.pieces(window), self.order(window), window * self.block
-        rows = rows_of(pieces)
-        low = max(self.bounds(step)[0] - begin, 0)
-        high = min(self.plan.count, self.plan.held) - begin
-        if low == 0 and high >= len(rows):
-            return pieces
-        return _as_pieces(np.sort((rows if order is None else rows[order])[low : max(low, high)]))
 
     def _cut(self, start: int, stop: int) -> Pieces:
         """Returns the pieces between two positions of the sequence, sorted by row."""
@@ -170,7 +148,7 @@ class GlobalBlockShard(BlockShard):
 
         The windows are the same on all ranks; a rank may have no rows in some of them.
         """
-        start, stop = self.bounds(step)
+        start, stop = self.plan.bounds(step)
         mine = self.plan.rank + self.plan.size * np.arange(start, stop)
         # Rows that are repeated for equal batch sizes are the last row.
         positions = np.minimum(mine, self.total - 1)
@@ -178,51 +156,3 @@ class GlobalBlockShard(BlockShard):
             (window, positions[positions // self.block == window] - window * self.block)
             for window in range(start * self.plan.size // self.block, self.last_window(step) + 1)
         ]
-
-    def rows_left(self, window: int, step: int) -> Pieces:
-        """Returns the rows of a window that belong to this rank from a step on."""
-        rows, order = rows_of(self.pieces(window)), self.order(window)
-        turns, ranks = divmod(window * self.block + np.arange(len(rows)), self.plan.size)
-        mine = (ranks == self.plan.rank) & (turns >= self.bounds(step)[0])
-        mine &= turns < min(self.plan.count, self.plan.held)
-        return _as_pieces(np.sort((rows if order is None else rows[order])[mine]))
-
-
-def rows_of(pieces: Pieces) -> np.ndarray:
-    """Returns the row numbers of pieces."""
-    return np.concatenate([np.empty(0, np.int64), *(np.arange(*piece) for piece in pieces)])
-
-
-def unread_pieces(shares: Sequence[BlockShard], step: int) -> Pieces:
-    """Returns the pieces that no rank has read before a step, in order."""
-    windows = range(max(share.rounds for share in shares) + 1)
-    return np.concatenate(
-        [piece for window in windows for piece in _unread_of(window, shares, step)]
-    )
-
-
-def _unread_of(window: int, shares: Sequence[BlockShard], step: int) -> list[Pieces]:
-    left = [share.rows_left(window, step) for share in shares]
-    # The rows of the ranks alternate in a window.
-    interleaved = isinstance(shares[0], GlobalBlockShard)
-    return [_as_pieces(np.sort(rows_of(np.concatenate(left))))] if interleaved else left
-
-
-def remaining_shard(
-    last: BlockShard, sequence: Pieces, rank: int, size: int, step: int
-) -> BlockShard:
-    """Returns the shard of a rank in the rest of an epoch."""
-    fewest, more = divmod(len(rows_of(sequence)), size)
-    count = fewest + (rank < more)
-    steps = last.first_step + last.plan.steps - step
-    plan = EvenPlan(rank, size, count, count, steps, last.plan.batch_size)
-    return dataclasses.replace(last, sequence=sequence, plan=plan, first_step=step)
-
-
-def _as_pieces(rows: np.ndarray) -> Pieces:
-    """Returns the pieces of ascending row numbers."""
-    if not len(rows):
-        return np.empty((0, 2), np.int64)
-    cuts = np.flatnonzero(np.diff(rows) != 1)
-    begins, ends = rows[np.r_[0, cuts + 1]], rows[np.r_[cuts, len(rows) - 1]] + 1
-    return np.stack([begins, ends], axis=1)

@@ -17,20 +17,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Positions = dict[str, tuple[int, int]]
-
 
 class Reshardable(Protocol):
     """Data that can be distributed again after ranks have died."""
 
-    lock: threading.RLock  # held while a batch is read
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """Epoch and step of the first batch that this rank has not requested."""
-
-    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
-        """Distributes the data over other ranks, from a batch or from the next epoch on."""
+    def reshard(self, rank: int, size: int) -> None:
+        """Distributes the data over other ranks, from the next epoch on."""
 
 
 class Epochs:
@@ -158,33 +150,11 @@ def restore(number_by_name: Mapping[str, int]) -> None:
         epochs.number = number_by_name.get(name, epochs.number)
 
 
-@contextlib.contextmanager
-def locked() -> Iterator[None]:
-    """Blocks reads of all data that can be distributed again."""
-    with contextlib.ExitStack() as stack:
-        for _, data in _reshardable():
-            stack.enter_context(data.lock)
-        yield
-
-
-def positions() -> dict[str, tuple[int, int]]:
-    """Returns the next epoch and step of all data that can be distributed again, by name."""
-    return {name: data.position for name, data in _reshardable()}
-
-
-def reshard(rank: int, size: int, read: Sequence[Positions] = ()) -> None:
-    """Distributes all live data sets that support it over other ranks."""
-    latest: Positions = {}
-    for positions in read:
-        latest |= {name: max(at, latest.get(name, at)) for name, at in positions.items()}
-    for name, data in _reshardable():
-        data.reshard(rank, size, latest.get(name))
-
-
-def _reshardable() -> Iterator[tuple[str, Reshardable]]:
-    for name, epochs in _named():
+def reshard(rank: int, size: int) -> None:
+    """Distributes all live data sets that support it over other ranks, from the next epoch on."""
+    for _, epochs in _named():
         if (data := epochs.data()) is not None:
-            yield name, data
+            data.reshard(rank, size)
 
 
 def _named() -> Iterator[tuple[str, Epochs]]:

@@ -12,7 +12,7 @@ from keras_dist.data import consistency
 from keras_dist.data.decoding import Decoder, found_of
 from keras_dist.data.file_index import Found, Unreadable
 from keras_dist.data.files import facts_of_names
-from keras_dist.data.image_labels import Classes, Images, LabelMode, labels_of, listed
+from keras_dist.data.image_labels import Classes, LabelMode, labels_of, listed
 from keras_dist.data.order import Shuffle
 from keras_dist.data.partition import Remainder
 from keras_dist.data.shard_options import Fact, ShardOptions
@@ -111,7 +111,7 @@ def image_dataset(
     def make_source() -> ShardSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         labels = labels_of(found, classes, label_mode)
-        files = ImageFiles(found, labels, image_size, color_mode, unreadable, options)
+        files = ImageFiles(labels, image_size, color_mode, unreadable, options)
         facts = [Fact("image_size", tuple(image_size)), Fact("color_mode", color_mode)]
         if not own:
             facts += facts_of_names(found.names)
@@ -131,7 +131,6 @@ class ImageFiles:
 
     def __init__(
         self,
-        images: Images,
         labels: np.ndarray | None,
         image_size: tuple[int, int],
         color_mode: ColorMode,

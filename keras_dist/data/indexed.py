@@ -6,15 +6,15 @@ Independent of frameworks.
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from keras_dist.data.batches import for_keras
 from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.order import Order
-from keras_dist.data.partition import Plan, PlanFor, Rest, plan_after_change
+from keras_dist.data.partition import Plan, PlanFor, plan_after_change
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 DEFAULT_BATCH_SIZE = 32
@@ -98,25 +98,22 @@ class Batches:
     ):
         self.rows = rows
         self.plan = plan
-        self.position = (0, 0)
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._plan_among = plan_for
         self.epochs = Epochs(kind, self if plan_for is not None else None)
         if not order.knows_ranks:
             self.epochs.global_batch = plan.batch_size * plan.size
         self._order_by = order
         self._cached = (0, order.of(plan, 0))
-        self._rest: tuple[int, Rest] | None = None  # number and rest of an epoch
 
     def batch(self, epoch: int, step: int) -> Any:
         """Returns new arrays with the samples of a step, in the structure of the data."""
         return self.rows.take(self.indices(epoch, step))
 
     def indices(self, epoch: int, step: int) -> np.ndarray:
-        """Returns the indices of the samples of a step, and advances the position."""
-        with self.lock:
-            self.position = max(self.position, (epoch, step + 1))
-            return self._indices_by_step(epoch)(step)
+        """Returns the indices of the samples of a step."""
+        with self._lock:
+            return self._order(epoch)[slice(*self.plan.bounds(step))]
 
     @property
     def example(self) -> Any:
@@ -128,36 +125,14 @@ class Batches:
         """The possible numbers of samples of a batch; empty if they may change."""
         return set(self.plan.sizes()) if self._plan_among is None else set()
 
-    def reshard(self, rank: int, size: int, position: tuple[int, int] | None) -> None:
-        """Distributes the data over other ranks, from a batch or from the next epoch on."""
-        if self._plan_among is None or (
-            position is None and (rank, size) == (self.plan.rank, self.plan.size)
-        ):
+    def reshard(self, rank: int, size: int) -> None:
+        """Distributes the data over other ranks, from the next epoch on."""
+        if self._plan_among is None or (rank, size) == (self.plan.rank, self.plan.size):
             return
-        with self.lock:
-            if position is not None and position[1] < self.plan.steps:
-                epoch, step = position
-                unread = [self._left(other, epoch, step) for other in range(self.plan.size)]
-                left = np.concatenate(unread)
-                rest = Rest(rank, size, left, step, self.plan.steps, self._indices_by_step(epoch))
-                self._rest = epoch, rest
+        with self._lock:
             self.plan = self._plan_among(rank, size)
-            self.epochs.shapes = None  # the rest of an epoch has others
+            self.epochs.shapes = None  # batches have other sizes
             self._cached = (-1, np.empty(0, np.int64))
-
-    def _indices_by_step(self, epoch: int) -> Callable[[int], np.ndarray]:
-        """Returns the function that maps a step of an epoch to the indices of its samples."""
-        if self._rest is not None and self._rest[0] == epoch:
-            return self._rest[1].batch
-        order, plan = self._order(epoch), self.plan
-        return lambda step: order[slice(*plan.bounds(step))]
-
-    def _left(self, rank: int, epoch: int, step: int) -> np.ndarray:
-        """Returns the indices that one of the previous ranks, perhaps dead, has not read."""
-        if self._rest is not None and self._rest[0] == epoch:
-            return dataclasses.replace(self._rest[1], rank=rank).left(step)
-        plan = cast(PlanFor, self._plan_among)(rank, self.plan.size)
-        return self._order_by.of(plan, epoch)[plan.bounds(step)[0] :]
 
     def _order(self, epoch: int) -> np.ndarray:
         known, order = self._cached

@@ -87,7 +87,7 @@ class EvenPlan(Plan):
 def plan_after_change(
     plan: Plan, total: int, size: int, rank: int, remainder: Remainder
 ) -> EvenPlan:
-    """Returns the plan of a rank after others have died or joined.
+    """Returns the plan of a rank after others have died.
 
     The number of steps and the global batch stay the same.
     """
@@ -97,40 +97,6 @@ def plan_after_change(
     if remainder == "drop":
         count = min(now.held, limit) // plan.steps * plan.steps
     return EvenPlan(rank, size, now.held, count, plan.steps, plan.batch_size)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rest:
-    """The shard of a rank in the rest of an epoch in which ranks have died or joined.
-
-    The number of steps stays the same; batches differ by at most one sample.
-
-    Args:
-        indices: int64 array of shape `(left,)`, the remaining samples of all ranks; at least one
-            for each rank and step.
-    """
-
-    rank: int
-    size: int
-    indices: np.ndarray
-    first_step: int
-    steps: int
-    previous: Callable[[int], np.ndarray]
-
-    def left(self, first_step: int) -> np.ndarray:
-        """Returns the indices of the samples of this rank from a step on, in order."""
-        mine = self.indices[self.rank :: self.size]
-        return mine[self._start(first_step, len(mine)) :]
-
-    def batch(self, step: int) -> np.ndarray:
-        """Returns the indices of the samples of a step."""
-        if step < self.first_step:
-            return self.previous(step)
-        mine = self.indices[self.rank :: self.size]
-        return mine[self._start(step, len(mine)) : self._start(step + 1, len(mine))]
-
-    def _start(self, step: int, count: int) -> int:
-        return (step - self.first_step) * count // (self.steps - self.first_step)
 
 
 def _ceil(count: int, batch_size: int) -> int:

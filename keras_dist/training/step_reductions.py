@@ -1,6 +1,5 @@
 """Reductions of single tensors inside a training step, with a gradient."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,7 @@ from keras_dist.runtime.process_sets import ProcessSet
 
 
 def reduce_over_ranks(
-    process_set: ProcessSet | None,
-    tensor: Any,
-    op: _engine.ReduceOp,
-    name: str,
-    when: Callable[[], bool] | None = None,
+    process_set: ProcessSet | None, tensor: Any, op: _engine.ReduceOp, name: str
 ) -> Any:
     """Returns a tensor reduced over the ranks, inside a training step; sums are differentiable.
 
@@ -26,12 +21,8 @@ def reduce_over_ranks(
     """
 
     def reduce(array: np.ndarray) -> np.ndarray:
-        if when is not None and not when():
-            return array.copy()
         comm = runtime.communicator(process_set)
         options = _engine.OpOptions(op)
         return _engine.collectives.allreduce(comm, [array], [name], options, bucket_nbytes(comm))[0]
 
-    return _backends.active().differentiable_host_callback(
-        tensor, reduce, reduce, on_device=when is None
-    )
+    return _backends.active().differentiable_host_callback(tensor, reduce, reduce, on_device=True)

@@ -195,7 +195,7 @@ def test_a_model_on_several_ranks(run_ranks):
         2,
         str(EXAMPLES / "model_parallel" / "mlp.py"),
         # 4 of 1024 are left, too few to split.
-        *("--epochs", "2", "--batch-size", "60", "--lr", "0.03"),
+        *("--epochs", "2", "--batch-size", "60", "--micro-batches", "5", "--lr", "0.03"),
         env=jax,
     )
     said = told(mlp, r"Trained 1 pipeline of 2 stages: (\d+\.\d)% right\.")

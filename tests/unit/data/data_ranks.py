@@ -27,7 +27,7 @@ def on_ranks(size: int, make: Callable[[], Any]) -> list[Any]:
     results: list[Any] = [None] * size
     failures: list[BaseException | None] = [None] * size
 
-    def allgather_object(value: Any, name: str | None = None) -> list[Any]:
+    def allgather_object(value: Any, **options: Any) -> list[Any]:
         said[place.rank] = value
         turn.release()
         try:
@@ -62,9 +62,6 @@ def on_ranks(size: int, make: Callable[[], Any]) -> list[Any]:
         mock.patch.object(job, "communicator", communicator),
         mock.patch.object(
             consistency, "ops", types.SimpleNamespace(allgather_object=allgather_object)
-        ),
-        mock.patch.object(
-            consistency, "runtime", types.SimpleNamespace(size=lambda: size, where=where)
         ),
         mock.patch.object(_engine.library, "survives_process_death", lambda: True),
     ):

@@ -160,7 +160,7 @@ class Source:
         has_batch_size: whether the source takes one.
         few_are_samples: whether the samples of files are shared out as samples with fewer files
             than ranks, or in a global order.
-        is_resharded: whether the data can be shared out again within an epoch.
+        is_resharded: whether the data can be shared out again among fewer ranks.
         shuffles: whether the data is shuffled if `shuffle` is not passed.
         is_stream: whether `steps` are full batches of what comes, which is not counted.
         as_pipeline: whether the first data of a test is a pipeline, as with Keras on TensorFlow;

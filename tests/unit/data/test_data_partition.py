@@ -8,9 +8,7 @@ from data_checks import check_files, check_samples, check_union, is_too_short
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dist.data.indexed import Batches
-from keras_dist.data.order import Order
-from keras_dist.data.partition import EvenPlan, Plan, Rest, plan_after_change, plan_samples
+from keras_dist.data.partition import EvenPlan, Plan, plan_after_change, plan_samples
 from keras_dist.data.round_robin import RoundRobin, plan_round_robin
 from keras_dist.data.spread import Spread, plan_spread
 
@@ -54,54 +52,6 @@ def test_fewer_ranks_take_as_many_steps_and_share_everything(shape, batch_size, 
         assert len(set(map(len, parts))) == 1 and len(set(together)) == len(together)
     else:
         assert set(together) == set(range(total))
-
-
-@given(st.integers(1, 300), st.integers(1, 6), st.data())
-def test_what_is_left_of_an_epoch_is_shared_out_in_as_many_steps(extra, size, data):
-    steps = data.draw(st.integers(1, 12))
-    first, second = sorted(data.draw(st.tuples(*[st.integers(0, steps - 1)] * 2)))
-    fewer = data.draw(st.integers(1, size))
-    indices = np.arange(steps * size + extra)
-    parts = [Rest(rank, size, indices, first, steps, nothing) for rank in range(size)]
-    before = [part.batch(step) for part in parts for step in range(first, second)]
-    left = np.concatenate([part.left(second) for part in parts])
-    parts = [Rest(rank, fewer, left, second, steps, nothing) for rank in range(fewer)]
-    batches = [[part.batch(step) for step in range(second, steps)] for part in parts]
-    for each in batches:
-        counts = list(map(len, each))
-        assert min(counts) >= 1 and max(counts) - min(counts) <= 1
-    everything = np.concatenate([*before, *(batch for each in batches for batch in each)])
-    assert sorted(everything) == list(indices)
-
-
-def nothing(step):
-    raise AssertionError(f"step {step} lies before the rest")
-
-
-def test_who_has_read_less_reads_on_as_before_up_to_where_the_rest_begins():
-    def part_of(rank, size):
-        first = plan_samples(40, 3, rank, 2, "uneven")
-        return first if size == 3 else plan_after_change(first, 40, size, rank, "uneven")
-
-    def batches_of(rank):
-        return Batches(None, part_of(rank, 3), Order("rank", 7, 40), plan_for=part_of)
-
-    seen = []
-    ranks = [batches_of(rank) for rank in range(3)]
-    steps = ranks[0].plan.steps
-    for batches, read in zip(ranks, (4, 2, 3), strict=True):
-        seen += [batches.indices(0, step) for step in range(read)]
-    left = [ranks[0], ranks[2]]  # rank 1 dies; its samples before step 4 are lost
-    lost = [batches_of(1).indices(0, step) for step in (2, 3)]
-    for place, batches in enumerate(left):
-        batches.reshard(place, 2, (0, 4))
-    for batches, read in zip(left, (4, 3), strict=True):
-        seen += [batches.indices(0, step) for step in range(read, 5)]
-    seen.append(ranks[2].indices(0, 5))
-    ranks[0].reshard(0, 1, (0, 6))  # rank 2 dies as well; rank 0 has read one step less
-    seen += [ranks[0].indices(0, step) for step in range(5, steps)]
-    everything = np.concatenate([*seen, *lost])
-    assert sorted(everything) == list(range(40))
 
 
 # --- Samples
@@ -185,22 +135,9 @@ def test_two_ranks_take_over_what_three_were_to_share():
     assert (dropped.count, dropped.sizes()) == (6, [3, 3])
 
 
-def test_the_rest_of_an_epoch_grows_evenly():
-    def earlier(step):
-        return np.array([100 + step])
-
-    rest = Rest(1, 2, np.arange(10, 24), 2, 5, earlier)
-    assert rest.batch(1).tolist() == [101]
-    batches = [rest.batch(step).tolist() for step in (2, 3, 4)]
-    assert batches == [[11, 13], [15, 17], [19, 21, 23]]
-    assert rest.left(2).tolist() == [11, 13, 15, 17, 19, 21, 23]
-    assert rest.left(4).tolist() == [19, 21, 23]
-
-
 def test_plans_cannot_be_changed():
-    rest = Rest(0, 1, np.arange(1), 0, 1, nothing)
     plan = plan_samples(14, 3, 0, 2, "uneven")
-    things = (plan, EvenPlan(0, 1, 2, 2, 1, 2), rest, RoundRobin(1, 0, 0, 1), Spread(1, (1,)))
+    things = (plan, EvenPlan(0, 1, 2, 2, 1, 2), RoundRobin(1, 0, 0, 1), Spread(1, (1,)))
     for thing in things:
         with pytest.raises(dataclasses.FrozenInstanceError):
             thing.steps = 3
