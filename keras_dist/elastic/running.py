@@ -42,8 +42,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     - Otherwise `keras-dist run --max-restarts` starts the job again, from the last commit. If the
       hosts change (`--host-discovery-script` with `--min-np` or `--max-np`), or a batch system
       sends SIGTERM or SIGUSR1, all ranks end at the next commit with exit code 75; for other hosts
-      `keras-dist run` starts the job again at once. Reset callbacks are called, as the number of
-      ranks may be another one.
+      `keras-dist run` starts the job again at once. Whenever an earlier commit is read, the reset
+      callbacks are called, as the number of ranks may be another one.
 
     If all ranks are alive and the function raises `HorovodInternalError` on all of them, for
     example after a loss that is not a number, all restore the last commit, the reset callbacks are

@@ -48,3 +48,16 @@ def test_a_restart_takes_the_hosts_that_there_are_then(launch, tmp_path):
     printed = end_of(job, tmp_path, timeout=150)
     assert job.returncode == 0
     assert printed.count("RuntimeError: no more") == 1
+
+
+@pytest.mark.fault(
+    "a rank is killed in a function of `elastic.run`, under `keras-dist run --max-restarts`",
+    "the job restarts, and goes on from the last commit, which is in memory",
+    within=30,
+)
+def test_a_restart_goes_on_from_the_commit_in_memory(launch, tmp_path):
+    words = "-np", 2, "--max-restarts", 1, "other_hosts.py", "commits", "dies"
+    job = launch(*words, KERAS_DIST_MEMORY_DIRECTORY=str(tmp_path))
+    printed = end_of(job, tmp_path, timeout=90)
+    assert job.returncode == 0
+    assert "Restart 1 of 1" in printed and "sizes 2" in printed

@@ -6,7 +6,9 @@ import re
 import numpy as np
 import pytest
 from endings import SCRIPTS, all_gone, discovery_script, end_after
+from namespaces import TOLD, hosts_or_skip
 from start_jobs import lean
+from test_lost_hosts import launcher_command
 
 GOES_ON = (
     "all ranks stop after the same step; the job starts again at once on these hosts, from memory, "
@@ -76,6 +78,24 @@ def test_a_fit_goes_on(change, tmp_path, first, then, backup):
     assert f"the hosts are localhost:{then} now" in printed
     assert "SIGUSR1 on rank 0" in printed and "Restart" not in printed
     check_fit(tmp_path, [first, then])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"), [("host1:2\n", "host1:2\nhost2:1\n"), ("host1:1\nhost2:1\n", "host2:2\n")]
+)
+def test_a_fit_goes_on_other_hosts_from_the_memory_of_one(python_of_library, tmp_path, first, then):
+    script, answer = discovery_script(tmp_path, first)
+    with hosts_or_skip(2) as (hosts, reach):
+        made, settings = launcher_command(python_of_library, hosts, reach, tmp_path / "bin")
+        command = [*hosts[0].enter, *made[: made.index("--hosts")], "--host-discovery-script"]
+        command += [script, "--min-np", 2, SCRIPTS / "other_hosts.py", "fit", "memory"]
+        settings |= {"BACKUP": "/dev/shm/disk-of-this-host", TOLD: "1", "KERAS_BACKEND": "torch"}
+        environment = lean(FAULT_FOLDER=str(tmp_path), **settings)
+        act = functools.partial(answer.write_text, then)
+        code, _ = end_after(act, tmp_path / "trains", command, environment, hosts)
+    assert code == 0
+    check_fit(tmp_path, [2, 3] if "host1:2" in first else [2, 2])
 
 
 @pytest.mark.slow

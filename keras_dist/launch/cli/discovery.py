@@ -65,6 +65,8 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
         if (trouble is not None and not again) or time.monotonic() > waits_until:
             received = trouble or f"{slots}, after {options.elastic_timeout} s"
             remedy = "The script must print one host per line, such as h1:2, and exit with 0."
+            if options.host_discovery_script is None:
+                remedy = "The file must have one host per line, such as h1:2."
             expected = f"{name} to name {least} or more slots"
             raise errors.ArgumentError("[keras-dist run]", expected, received, remedy)
         time.sleep(max(0.0, min(PAUSE_SECONDS, end - time.monotonic())))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from faults import FOLDER, fault, run
+from faults import FOLDER, die, fault, run
 
 IS_FIRST = os.environ["KERAS_DIST_RESTART"] == "0"
 
@@ -47,7 +47,7 @@ def fit(backup: str) -> None:
     model, data, slow = linear()
     import keras_dist
 
-    rank, folder = keras_dist.rank(), FOLDER / "backup"
+    rank, folder = keras_dist.rank(), os.environ.get("BACKUP", FOLDER / "backup")
     ours: Any = keras_dist.callbacks
     backups: Any = {
         "disk": lambda: ours.BackupAndRestore(folder),
@@ -109,6 +109,8 @@ def commits(how: str) -> None:
     state: Any = elastic.ObjectState(directory=directory, step=0, total=0.0, sizes=[])
     resets: list[int] = []
     state.register_reset_callbacks([lambda: resets.append(runtime.size())])
+    if how == "checks":
+        runtime.add_process_set([1])
 
     @elastic.run
     def train(state: Any) -> None:
@@ -117,6 +119,8 @@ def commits(how: str) -> None:
             state.step += 1
             state.sizes.append(runtime.size())
             wait(state.step - 5)
+            if how == "dies" and IS_FIRST and runtime.rank() == 1 and state.step == 7:
+                die()
             if how == "checks" and state.step % 10:
                 state.check_host_updates()
             else:
@@ -131,7 +135,7 @@ def commits(how: str) -> None:
         print("sizes", *(size for size, _ in counts), flush=True)
     ops.barrier()
     left = Path(os.environ.get("KERAS_DIST_MEMORY_DIRECTORY", "/dev/shm"))
-    assert not [*left.glob(f"keras_dist_backups-{os.getuid()}/*/*.npz")] or how == "others"
+    assert not [*left.glob(f"keras_dist_backups-{os.getuid()}/*/*.npz")]
 
 
 run(globals())
