@@ -81,6 +81,12 @@ def calls(face, *measures):
     return Table(f"calls.py --faces {face}", f"calls_{face}_mpich", (*CALLS, *measures))
 
 
+def restart(name, options=""):
+    """Returns a table of restarts with a backend."""
+    command, result = f"restart.py --rounds 3 --backend {name}{options}", f"restart_{name}_mpich"
+    return Table(command, result, ("keras_dist/launch", "keras_dist/monitor/imports.py"))
+
+
 TABLES = {
     "allreduce-mpich": Table("allreduce.py", "allreduce_mpich", CALLS),
     "allreduce-openmpi": Table("allreduce.py", "allreduce_openmpi", CALLS, "Open MPI"),
@@ -117,6 +123,8 @@ TABLES = {
     "launching-openmpi": Table(
         "launching.py", "launching_openmpi", ("keras_dist/launch",), "Open MPI"
     ),
+    "restart-torch": restart("torch", " --hosts"),
+    "restart-tensorflow": restart("tensorflow"),
     "shard-state-tensorflow": shard_state("tensorflow"),
     "shard-state-jax": shard_state("jax"),
     "shard-state-torch": shard_state("torch"),

@@ -221,6 +221,21 @@ VARIABLES = (
         "a text that no other job has",
     ),
     Variable(
+        "standby",
+        _flag,
+        "1",
+        "1: `keras-dist run --max-restarts` keeps a process for each rank that has imported what "
+        "the ranks have, so that a restart imports nothing. 0: no such processes.",
+        "0 or 1",
+    ),
+    Variable(
+        "standby_server",
+        str,
+        "",
+        "Token and addresses by which these processes are told to start. `keras-dist run` sets it.",
+        "a text of keras-dist run",
+    ),
+    Variable(
         "memory_directory",
         str,
         "/dev/shm",
@@ -310,6 +325,8 @@ class Settings:
     restart: int
     starts_again: bool
     job_id: str
+    standby: bool
+    standby_server: str
     memory_directory: str
     timeline: str
     timeline_steps: tuple[int, int | None]

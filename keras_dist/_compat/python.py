@@ -1,8 +1,13 @@
 """Private names of Python's standard library."""
 
+import importlib.machinery
+import io
+import os
 import platform
+import runpy
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from keras_dist._compat.contract import Name
@@ -30,7 +35,49 @@ def inherits_script() -> bool:
     return process is not None and "_inheriting" in vars(process.current_process())
 
 
+def run_as_main(words: list[str]) -> None:
+    """Runs `[script, argument, ...]` or `["-m", module, argument, ...]` as `python` would."""
+    main = sys.modules["__main__"]
+    for name in [name for name in vars(main) if not name.startswith("__")]:
+        delattr(main, name)
+    if words[0] == "-m":
+        sys.argv[:] = ["-m", *words[2:]]
+        _run(lambda: runpy._run_module_as_main(words[1]))  # type: ignore[attr-defined]
+        return
+    path = os.path.abspath(words[0])
+    sys.argv[:] = words
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __loader__=loader, __cached__=None)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    _run(lambda: exec(code, vars(main)))
+
+
+def _run(program: Callable[[], Any]) -> None:
+    """Runs a program; the traceback of an error begins in it."""
+    try:
+        program()
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (
+            __file__,
+            "<frozen runpy>",
+        ):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
 CONTRACT = (
+    Name(
+        "runpy",
+        "_run_module_as_main",
+        "to run `-m module` in a process that has stood by",
+        "a restart would run the module under another name than `__main__`",
+        ("mod_name",),
+    ),
     Name(
         lambda: type(threading.RLock()),
         "_is_owned",

@@ -20,6 +20,11 @@ from keras_dist.runtime.exit_hooks import HOSTS_CHANGED
 CHUNK_NBYTES = 65536
 PATIENCE_SECONDS = 10.0  # for an incomplete line, such as a progress bar
 NOT_FOUND = 127  # convention of shells
+# Does not import from the current directory.
+STAND_BY = (
+    "import sys; del sys.path[: not sys.flags.safe_path]; "
+    "from keras_dist.launch.standby import main; main()"
+)
 WRONG_USAGE = 2  # usage error; such a job is not restarted
 CLEAR_LINE = b"\r\x1b[K"
 
@@ -35,25 +40,30 @@ def main() -> None:
     parser.add_argument("--live", action="store_true", help="the output ends in a terminal")
     parser.add_argument("--hosts-change", action="store_true", help="the launcher may say so")
     parser.add_argument("--log-dir", type=Path, help="directory for the output of the rank")
+    parser.add_argument("--standby", type=int, help="words of Python before its script")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     rank = launch_environment.announced_rank()
     _split_cores(options.bind)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # unbuffered output
+    held = ""
     if rank is not None:
         try:
             log = None if options.log_dir is None else _open_log(options.log_dir, rank)
         except OSError as error:
             _give_up(f"--log-dir {options.log_dir}, for rank {rank}", error, WRONG_USAGE)
         if rank > 0 or not options.live or log is not None:
-            _redirect_output(rank, options.live, log)
+            held = _redirect_output(rank, options.live, log, options.standby is not None)
     launch_environment.restore_threads()
     if options.hosts_change:
         signal.signal(HOSTS_CHANGED, signal.SIG_IGN)  # a program that does not listen goes on
+    words = options.program
+    if (count := options.standby) is not None:
+        words = [*words[:count], "-c", STAND_BY, held, str(count), *words]
     try:
-        os.execvp(options.program[0], options.program)
+        os.execvp(words[0], words)
     except OSError as error:
-        _give_up(options.program[0], error, NOT_FOUND)
+        _give_up(words[0], error, NOT_FOUND)
 
 
 def _give_up(what: str, error: OSError, code: int) -> NoReturn:
@@ -105,9 +115,10 @@ def _open_log(folder: Path, rank: int) -> int:
     return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | way, 0o666)
 
 
-def _redirect_output(rank: int, live: bool, log: int | None) -> None:
+def _redirect_output(rank: int, live: bool, log: int | None, holds: bool) -> str:
     """Redirects the output of this process to a child that forwards it."""
     pipes = [os.pipe() for _ in range(2)]
+    gate, hand = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -119,15 +130,32 @@ def _redirect_output(rank: int, live: bool, log: int | None) -> None:
                 sources = [source for source, _ in pipes]
                 _close_all_but({*sources, *([] if log is None else [log])})
                 _pass_on(sources, rank, live, log)
+            elif holds:
+                _close_all_but({gate})
+                os.closerange(0, 3)
+                os.read(gate, 1)
         finally:
             os._exit(0)
-    os.waitpid(child, 0)
+    os.close(gate)
     for stream, (source, sink) in zip((1, 2), pipes, strict=True):
         os.dup2(sink, stream)
         os.close(sink)
         os.close(source)
     if log is not None:
         os.close(log)
+    held = f"{hand}:{child}"
+    if holds:
+        os.set_inheritable(hand, True)
+    else:
+        let_go(held)
+    return held
+
+
+def let_go(held: str) -> None:
+    """Makes the process that forwards the output an orphan, which gets another parent."""
+    hand, child = map(int, held.split(":"))
+    os.close(hand)
+    os.waitpid(child, 0)
 
 
 def _close_all_but(kept: set[int]) -> None:

@@ -20,9 +20,10 @@ __all__ = ["subscribe"]
 
 
 def subscribe() -> None:
-    """Subscribes to the events with which the timeline and the endpoints start and end."""
+    """Subscribes to the events with which the timeline, endpoints and others start and end."""
     events.subscribe(events.JOB_INITIALIZED, _begin_timeline)
     events.subscribe(events.JOB_STARTED, _open_endpoints)
+    events.subscribe(events.JOB_STARTED, _tell_imports)
     events.subscribe(events.JOB_ENDING, _end_timeline)
 
 
@@ -38,6 +39,13 @@ def _open_endpoints(comm: "Communicator") -> None:
         from keras_dist.monitor.endpoints import Endpoints
 
         comm.services.start(Endpoints)
+
+
+def _tell_imports(comm: "Communicator") -> None:
+    if config.settings().standby_server:
+        from keras_dist.monitor.imports import tell_imports
+
+        tell_imports()
 
 
 def _end_timeline(comm: "Communicator") -> None:

@@ -34,6 +34,11 @@ def make_directory(name: str) -> Path:
     return parent / name
 
 
+def find(name: str, settings: config.Settings) -> Path | None:
+    """Returns the path of a directory on this node; `None` if there is none."""
+    return next(iter(_directories(name, settings)), None)
+
+
 def remove(name: str) -> None:
     """Removes a directory from this node."""
     _remove(name, config.settings())

@@ -43,6 +43,11 @@ def load_mpi() -> Any | None:
     return MPI
 
 
+def is_loaded_here() -> bool:
+    """Returns whether `load_mpi` has loaded MPI, not the script of the user."""
+    return _is_ours_to_end
+
+
 def start_mpi(mpi: Any) -> None:
     """Initialises MPI with the thread level of mpi4py, unless it is initialised."""
     import mpi4py

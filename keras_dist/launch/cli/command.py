@@ -48,6 +48,15 @@ def ssh_of_job(options: argparse.Namespace, environment: Mapping[str, str]) -> s
     return ssh_of_mpiexec(environment)
 
 
+def hosts_of_job(options: argparse.Namespace, environment: Mapping[str, str]) -> list[str] | None:
+    """Returns the names of the hosts as far as they are known; `None` if it is this one only."""
+    given = allocation(environment)
+    script = getattr(options, "host_discovery_script", None)
+    if not (options.hosts or options.hostfile or script or given or options.mpi_args):
+        return None
+    return [*_named_hosts(options), *(given.hosts if given is not None else ())]
+
+
 def check_entry(options: argparse.Namespace, ssh: str | None) -> None:
     """Enters the hosts of options."""
     if ssh is not None:

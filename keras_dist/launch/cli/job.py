@@ -42,6 +42,7 @@ def run_job(
     output: IO[Any] | None = None,
     lost: Callable[[], Any] = bool,
     beside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    process: "subprocess.Popen[bytes] | None" = None,
 ) -> Ended:
     """Runs a job to its end and forwards signals. No process of a failed job is left on this host.
 
@@ -50,12 +51,12 @@ def run_job(
     Args:
         seconds: time limit. Defaults to `None`: no limit.
     """
-    return _Job().run(command, environment, seconds, output, lost, beside)
+    return _Job(process).run(command, environment, seconds, output, lost, beside)
 
 
 class _Job:
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, process: "subprocess.Popen[bytes] | None") -> None:
+        self._process = process
         self._signals: list[int] = []
         self._timed_out = False
 
@@ -74,16 +75,17 @@ class _Job:
         previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expire)
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds or 0)
-            # In a session of its own: this process forwards Ctrl-C.
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+            if self._process is None:
+                # In a session of its own: this process forwards Ctrl-C.
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,
+                )
             for number in self._signals:  # that arrived meanwhile
                 self._process.send_signal(number)
             with self._ending_without(lost), beside():
@@ -137,6 +139,11 @@ class _Job:
         else:
             self._timed_out = True
             self._pass_on(signal.SIGTERM, frame)
+
+
+def kill_children() -> None:
+    """Kills all children of this thread, the main one, among them all orphans of jobs."""
+    _kill(_children)
 
 
 def _kill(list_them: Callable[[], set[int]]) -> None:

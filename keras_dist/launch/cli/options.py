@@ -148,6 +148,14 @@ OPTIONS = (
         horovod="--reset-limit",
     ),
     Option(
+        "--standby",
+        "with --max-restarts, whether a process for each rank waits with everything imported, so "
+        "that a restart takes little time: 0 or 1 (1)",
+        "0/1",
+        choices=("0", "1"),
+        variable="KERAS_DIST_STANDBY",
+    ),
+    Option(
         "--on-failure",
         "reaction to the death of a rank: `stop` ends the job, `restart` restarts it (see "
         "--max-restarts), and `continue` sets KERAS_DIST_ON_FAILURE, so that the remaining ranks "

@@ -9,6 +9,8 @@ from keras_dist import errors
 
 NOTEBOOK = ("-m", "keras_dist.launch.cli", "run-notebook")
 
+PLAIN = ("-u", "-O", "-OO", "-B")  # options of Python
+
 
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the program."""
@@ -33,6 +35,22 @@ def program_of(options: argparse.Namespace, command: str) -> list[str]:
         missing,
         f"Put it after the options, for example: keras-dist {command} python train.py --epochs 3",
     )
+
+
+def words_of_python(program: list[str]) -> int:
+    """Returns the number of words before a script or `-m` that this Python runs; else 0."""
+    found = shutil.which(program[0]) or ""
+    count = 1
+    while program[count:] and program[count] in PLAIN:
+        count += 1
+    word = "".join(program[count : count + 1])
+    runs = (word == "-m" and len(program) > count + 1) or (
+        word.endswith(".py") and os.path.isfile(word)
+    )
+    is_this = os.path.exists(found) and os.path.samefile(found, sys.executable)
+    # The Pythons of virtual environments are links to the same file.
+    beside = os.path.dirname(os.path.abspath(found)) == os.path.dirname(sys.executable)
+    return count if runs and is_this and beside else 0
 
 
 def _missing(words: list[str]) -> str | None:

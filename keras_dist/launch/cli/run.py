@@ -1,6 +1,7 @@
 """`keras-dist run`: starts a job, and restarts it after a failure."""
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -13,7 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_dist import config, errors
-from keras_dist.launch.cli.command import check_entry, job_command, settings_of, ssh_of_job
+from keras_dist.launch.cli.command import (
+    check_entry,
+    hosts_of_job,
+    job_command,
+    settings_of,
+    ssh_of_job,
+)
 from keras_dist.launch.cli.config_file import arguments_of_file
 from keras_dist.launch.cli.connections import Connections, watched_connections
 from keras_dist.launch.cli.discovery import HostWatch, with_hosts
@@ -22,8 +29,9 @@ from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.job import Ended, run_job
 from keras_dist.launch.cli.mpiexec import Library, load_library
 from keras_dist.launch.cli.options import OPTIONS, add_options
-from keras_dist.launch.cli.program import add_program, program_of
+from keras_dist.launch.cli.program import add_program, program_of, words_of_python
 from keras_dist.launch.cli.restart_signals import EndRequested, terminating_signals_raise
+from keras_dist.launch.cli.standby import Standby, standing_by
 from keras_dist.runtime import exit_hooks
 from keras_dist.storage import memory_directory
 
@@ -31,6 +39,7 @@ TIMED_OUT = 124  # as timeout(1)
 NEVER_AGAIN = (2, 128 + signal.SIGINT)  # usage error; Ctrl-C
 MAX_PAUSE_SECONDS = 30
 RESTART, JOB_ID = "KERAS_DIST_RESTART", "KERAS_DIST_JOB_ID"
+SERVER = "KERAS_DIST_STANDBY_SERVER"
 STARTS_AGAIN = "KERAS_DIST_STARTS_AGAIN"
 
 DESCRIPTION = """Starts a program on several ranks with the mpiexec of the MPI library that mpi4py
@@ -84,6 +93,9 @@ def _run(options: argparse.Namespace, end: float) -> int:
     survives_rank_loss = goes_on and library.survives_rank_loss
     words = [*_launched(options), *(["--hosts-change"] if watch.is_active else []), *program]
     binds = options.bind == "mpiexec"
+    count = words_of_python(program) if options.max_restarts and settings.standby else 0
+    if count:
+        environment[SERVER] = ""  # mpiexec passes the variables that are set now
 
     def command_of(restart: int) -> list[str]:
         found = with_hosts(options, restart > 0, end)
@@ -106,10 +118,23 @@ def _run(options: argparse.Namespace, end: float) -> int:
         _print("running as root: --allow-run-as-root is passed to mpiexec.")
     try:
         limit = settings.stall_abort_seconds
-        with terminating_signals_raise(), watched_connections(library, ssh, limit) as connections:
+        hosts = hosts_of_job(options, environment)
+        ready = standing_by(environment, hosts, len(program), count)
+        with (
+            terminating_signals_raise(),
+            watched_connections(library, ssh, limit) as connections,
+            ready if count else contextlib.nullcontext() as standby,
+        ):
             environment |= connections.variables
             return _run_with_restarts(
-                command, command_of, environment, options.max_restarts, end, connections, watch
+                command,
+                command_of,
+                environment,
+                options.max_restarts,
+                end,
+                connections,
+                watch,
+                standby,
             )
     except EndRequested as request:
         _print(f"received {request.name} between two runs of the job.")
@@ -139,15 +164,21 @@ def _run_with_restarts(
     end: float,
     connections: Connections,
     watch: HostWatch,
+    standby: Standby | None,
 ) -> int:
     for restart in itertools.count():
         environment[RESTART] = str(restart)
         if restart:
             command = command_of(restart)
         left = None if end == math.inf else max(0.01, end - time.monotonic())
+        process = None
+        if standby is not None:
+            process = standby.take(command, environment) if restart else None
+            if restart < max_restarts:
+                standby.prepare(command, {**environment, RESTART: str(restart + 1)})
         connections.begin()
         beside = watch.beside_the_job
-        ended = run_job(command, environment, left, None, connections.lost, beside)
+        ended = run_job(command, environment, left, None, connections.lost, beside, process)
         code = _exit_code(ended)
         if ended.signal is None and not ended.timed_out and (lost := connections.lost()):
             _print(lost)
@@ -165,7 +196,8 @@ def _run_with_restarts(
             if max_restarts:
                 _print(f"the job failed with exit code {code}, after {max_restarts} restarts.")
             return code
-        pause = min(2**restart, MAX_PAUSE_SECONDS)
+        progressed = standby is not None and standby.has_progressed
+        pause = 0 if progressed else min(2**restart, MAX_PAUSE_SECONDS)
         if time.monotonic() + pause >= end:
             _print(f"the job failed with exit code {code} at its time limit (--timeout).")
             return code

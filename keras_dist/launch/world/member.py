@@ -12,8 +12,8 @@ from typing import Any
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._version import __version__
+from keras_dist.launch.channel import Channel
 from keras_dist.launch.interactive.rank import is_consequence
-from keras_dist.launch.world.channel import Channel
 from keras_dist.runtime import launch_environment
 
 CONNECT_SECONDS = 10.0

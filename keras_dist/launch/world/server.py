@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from keras_dist import errors
 from keras_dist._version import __version__
-from keras_dist.launch.world.channel import Channel
+from keras_dist.launch.channel import Channel
 from keras_dist.launch.world.ends import End, Ends
 from keras_dist.launch.world.pmi import ProcessManager, fields
 

@@ -107,6 +107,16 @@ class Channel:
         self._connection.close()
 
 
+def connected(address: str, seconds: float) -> socket.socket:
+    """Returns a connection to `host:port`, or to the path of a Unix socket."""
+    if not address.startswith("/"):
+        host, _, port = address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=seconds)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
+    return connection
+
+
 def _proof(token: str, role: str, *parts: Any) -> bytes:
     text = json.dumps([role, *parts], sort_keys=True).encode()
     return hmac.new(token.encode(), text, hashlib.sha256).hexdigest().encode()

@@ -1,0 +1,117 @@
+"""What a rank has imported by its first steps, for the processes that stand by on its node.
+
+`keras-dist run --max-restarts` keeps such processes, see `launch.standby`. One rank of each node
+writes a file in the memory of the node.
+"""
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from keras_dist import config, errors
+from keras_dist.runtime import launch_environment
+from keras_dist.storage import atomic_write, memory_directory
+
+POLL_SECONDS, SETTLE_SECONDS = 0.5, 1.0  # until the first step; after it
+LONGEST_SECONDS = 60.0  # for a program that takes no steps
+FILE = "imports"
+STANDARD = sysconfig.get_path("stdlib")
+
+
+def tell_imports() -> None:
+    """Starts the thread that writes the file, on one rank of each node."""
+    settings = config.settings()
+    if launch_environment.announced_local_rank() == 0:
+        thread = threading.Thread(target=_tell, args=(settings,), name="keras_dist imports")
+        thread.daemon = True
+        thread.start()
+
+
+def imports_file(settings: config.Settings) -> Path | None:
+    """Returns the path of the file of this job on this node; `None` before it is written."""
+    found = memory_directory.find(_directory(settings), settings)
+    return None if found is None else found / FILE
+
+
+def remove_imports(settings: config.Settings) -> None:
+    """Removes the file of this job from this node."""
+    memory_directory.remove(_directory(settings))
+
+
+def read_imports(settings: config.Settings, restart: int) -> dict[str, Any] | None:
+    """Returns the modules and variables that a start of the job has told; `None` before."""
+    if (path := imports_file(settings)) is None:
+        return None
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if found["restart"] == restart else None
+
+
+def _directory(settings: config.Settings) -> str:
+    return memory_directory.directory_of(settings.job_id, Path("/imports"))
+
+
+def _tell(settings: config.Settings) -> None:
+    from keras_dist import _engine  # imports numpy, which a process that stands by does later
+
+    progress, end = _engine.progress.progress(), time.monotonic() + LONGEST_SECONDS
+    while not progress.done and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+    time.sleep(SETTLE_SECONDS)
+    found = {
+        "restart": settings.restart,
+        "steps": progress.done,
+        "modules": _modules(),
+        "mpi": _engine.library.is_loaded_here(),
+        "environment": _changed_variables(),
+    }
+    try:
+        memory_directory.remove_old(_directory(settings))
+        target = memory_directory.make_directory(_directory(settings)) / FILE
+        with atomic_write.beside(target) as path:
+            path.write_text(json.dumps(found))
+            atomic_write.move(path, target)
+    except (OSError, errors.ArgumentError):
+        pass  # a restart imports by itself
+
+
+def _modules() -> list[str]:
+    """Returns the installed modules in the order of their imports.
+
+    Modules of the user may be changed before a restart, or do something when they are imported.
+    """
+    return [name for name, module in list(sys.modules.items()) if _is_installed(name, module)]
+
+
+def _is_installed(name: str, module: Any) -> bool:
+    # The import of MPI initializes it.
+    spec = getattr(module, "__spec__", None)
+    if spec is None or spec.name != name or name.startswith(("__main__", "mpi4py.")):
+        return False
+    parts = Path(spec.origin or "").parts
+    return (
+        name.partition(".")[0] == "keras_dist"
+        or not {"site-packages", "dist-packages"}.isdisjoint(parts)
+        or parts[: len(Path(STANDARD).parts)] == Path(STANDARD).parts
+    )
+
+
+def _changed_variables() -> dict[str, str]:
+    """Returns the variables that this process has set since its start, such as the backend."""
+    try:
+        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    before = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if before.get(name) != text and name not in launch_environment.THREADS
+    }

@@ -1,0 +1,102 @@
+"""The processes that stand by for a restart, as the launcher sees them; without MPI."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keras_dist.launch.channel import Channel, connected
+from keras_dist.launch.cli import program, standby
+
+HERE = str(Path(__file__))
+# A rank that stands by: it prints what it is told, or ends with the connection.
+RANK = """
+import os, sys
+from keras_dist.launch.channel import Channel, connected
+token, address, *others = os.environ["KERAS_DIST_STANDBY_SERVER"].split("@")
+channel = Channel(connected(address, 5))
+restart = int(os.environ["KERAS_DIST_RESTART"])
+assert channel.introduce(token, {"rank": 0, "size": int(sys.argv[1]), "restart": restart})
+channel.send(event="noticed", steps=3)
+message = channel.receive()
+print(sys.argv[1:], message, flush=True)
+"""
+
+
+@pytest.fixture
+def ready(monkeypatch):
+    """A function that returns a standby whose only process is ready, and command and variables."""
+    monkeypatch.setattr(standby, "START_SECONDS", 0.0)
+    opened = []
+
+    def make(size=1, hosts=None):
+        environment = {**os.environ, "KERAS_DIST_RESTART": "0"}
+        context = standby.standing_by(environment, hosts, 1, 2)
+        opened.append(context)
+        made = context.__enter__()
+        command = [sys.executable, "-c", RANK, str(size), "train.py"]
+        environment["KERAS_DIST_RESTART"] = "1"
+        made.prepare(command, environment)
+        end = time.monotonic() + 20
+        while not made.has_progressed and time.monotonic() < end:
+            time.sleep(0.01)
+        assert made.has_progressed
+        return made, command, environment
+
+    yield make
+    for context in opened:
+        context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("hosts", [None, ["localhost"]], ids=["socket", "port"])
+def test_a_restart_is_the_process_that_stands_by(ready, capfd, hosts):
+    made, command, environment = ready(hosts=hosts)
+    process = made.take(command, {**environment, "NEW": "1"})
+    assert process.wait(10) == 0
+    words = ["1", "--standby", "2", "train.py"]
+    assert capfd.readouterr().out == f"{words} {{'environment': {{'NEW': '1'}}}}\n"
+
+
+@pytest.mark.parametrize("case", ["another command", "a rank is missing", "none is started"])
+def test_other_restarts_are_ordinary_starts(ready, capfd, case):
+    made, command, environment = ready(size=2 if case == "a rank is missing" else 1)
+    if case == "none is started":
+        made.take(command, environment)
+    wanted = [*command, "more"] if case == "another command" else command
+    assert made.take(wanted, environment) is None
+    if case != "none is started":
+        assert capfd.readouterr().out.endswith("None\n")  # the process has ended
+
+
+def test_a_stranger_is_no_rank(ready):
+    made, command, environment = ready()
+    address = environment["KERAS_DIST_STANDBY_SERVER"].split("@")[1]
+    channel = Channel(connected(address, 5))
+    assert not channel.introduce("another token", {"rank": 0, "size": 1, "restart": 1})
+    assert made.take(command, environment) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ([sys.executable, HERE, "-u"], 1),
+        ([sys.executable, "-u", "-O", HERE], 3),
+        ([sys.executable, "-m", "train"], 1),
+        ([sys.executable, "-m"], 0),
+        ([sys.executable, "-X", "dev", HERE], 0),
+        ([sys.executable, "-c", "pass"], 0),
+        ([sys.executable, "-"], 0),
+        (["sh", HERE], 0),
+        (["no-such-program"], 0),
+    ],
+)
+def test_python_runs_a_script_or_a_module(words, count):
+    assert program.words_of_python(words) == count
+
+
+def test_the_python_of_another_environment_does_not(tmp_path):
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    assert program.words_of_python([str(link), HERE]) == 0
