@@ -18,6 +18,8 @@ def test_defaults():
         0,
         False,
         "",
+        True,
+        "",
         "/dev/shm",
         "",
         (0, None),
