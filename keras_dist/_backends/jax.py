@@ -283,6 +283,9 @@ def _start(
     now: Any, *gradients: Any, reduce: Any, queue: Any, on_device: bool, **_: Any
 ) -> Callable[[], list[Any]]:
     """Reduces arrays where they are, without copies of arguments and results."""
+    # One that does not depend on the step, as that of a scalar weight that no loss uses, is a
+    # literal of the program: a scalar of numpy.
+    gradients = tuple(g if isinstance(g, jax.Array) else jax.numpy.asarray(g) for g in gradients)
     if not now:
         return lambda: list(gradients)
     arrays = engine_arrays(gradients) if on_device else [np.asarray(g) for g in gradients]

@@ -59,7 +59,7 @@ def test_step_for_host(model: Any) -> Iterator[None]:
 
     def test_step(data: Any) -> Any:
         try:
-            return _compiled_losses(model, lambda: step(data))
+            return _compiled(lambda: step(data))()
         except HostCalled:
             return step(data)
 
@@ -102,7 +102,7 @@ def _split(model: Any, step: Callable[[Any], Any], with_rows: WithRows) -> Calla
         first = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
         try:
             with with_rows(tf.shape(first)[0]):
-                logs, gradients = _compiled_losses(model, differentiate)
+                logs, gradients = _compiled(differentiate)()
         except HostCalled:
             _warn_once(SHARED_LOSS)
             with _compiled_update(model.optimizer):
@@ -113,14 +113,6 @@ def _split(model: Any, step: Callable[[Any], Any], with_rows: WithRows) -> Calla
         return logs
 
     return train_step
-
-
-def _compiled_losses(model: Any, function: Callable[[], Any]) -> Any:
-    """Compiles a function and calls it; after it has called the host, losses are built anew."""
-    from keras_dist._compat.keras.losses import unbuilt_after
-
-    with unbuilt_after(model, HostCalled):
-        return _compiled(function)()
 
 
 @contextlib.contextmanager
@@ -146,10 +138,25 @@ def _compiled(function: Callable[[], Any]) -> Any:
     """Returns a function that XLA compiles; tracing it raises `HostCalled` if it calls the host."""
 
     def traced() -> Any:
-        with without_host():
+        with without_host(), tf.variable_creator_scope(_with_value):
             return function()
 
     return tf.function(traced, autograph=False, jit_compile=True)
+
+
+def _with_value(create: Callable[..., Any], **options: Any) -> Any:
+    """Makes a variable that has its value although the trace within which it is made may fail.
+
+    TensorFlow gives variables that a function makes their values when its trace has succeeded. The
+    first step makes those of models, losses and metrics that have not been built.
+    """
+    value = options.get("initial_value")
+    if not callable(value):
+        value = tf.get_static_value(value)
+    if value is None:  # it is computed in the graph
+        return create(**options)
+    with tf.init_scope():
+        return create(**{**options, "initial_value": value})
 
 
 @contextlib.contextmanager

@@ -139,25 +139,6 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
 
 
 @contextmanager
-def unbuilt_after(model: Any, failure: type[Exception]) -> Iterator[None]:
-    """Returns a context after whose failure Keras builds the losses of a model again, as before it.
-
-    Variables that TensorFlow creates in a function are initialized only if its trace succeeds.
-    """
-    compiled: Any = getattr(model, "_compile_loss", None)
-    before = {} if compiled is None or compiled.built else vars(compiled).copy()
-    metrics = list(before.get("_metrics", ()))
-    try:
-        yield
-    except failure:
-        if before:
-            vars(compiled).clear()
-            vars(compiled).update(before)
-            compiled._metrics[:] = metrics
-        raise
-
-
-@contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Returns a context in which an attribute of an instance has a value, untracked by Keras."""
     before = {name: vars(owner)[name]} if name in vars(owner) else {}

@@ -226,3 +226,41 @@ def test_masks_give_a_step_without_xla(notices):
     model = trained(optimizer, mine, callbacks=keras_dist.callbacks())
     assert_close(weights_of(model), weights_of(plain), 1e-5)
     assert any("masks or weights" in notice for notice in notices())
+
+
+class Scaled(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = keras.Variable(np.full(shape[-1:], 2.0, "float32"))  # not an initializer
+
+    def call(self, x):
+        return x * self.scale
+
+
+class Unbuilt(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.scaled = Scaled()
+
+    def call(self, x):
+        return self.scaled(self.dense(x))
+
+
+@pytest.mark.parametrize("task", ["fit", "train_on_batch", "evaluate"])
+def test_a_first_step_without_xla_builds_the_model(task):
+    """Losses of sequences are divided by the steps of all ranks."""
+    model = Unbuilt()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "mse", jit_compile=True)
+    x, y = np.ones((4, 5, 2), "float32"), np.zeros((4, 5, 1), "float32")
+    if task == "evaluate":
+        assert model.evaluate(x, y, verbose=0) == pytest.approx(16)
+        return
+    if task == "fit":
+        loss = model.fit(x, y, verbose=0).history["loss"][0]
+    else:
+        loss = model.train_on_batch(x, y)
+    assert loss == pytest.approx(16)
+    # The output is 4, so the gradient of all weights is 2 * 4 * 2.
+    for weights, before in zip(weights_of(model), (1, 0, 2), strict=True):
+        np.testing.assert_allclose(weights, np.full_like(weights, before - 1.6), rtol=1e-5)

@@ -291,3 +291,34 @@ def test_fit_of_a_model_whose_branch_depends_on_the_rank(eagerly):
         weights = [w + v for w, v in zip(weights, velocity, strict=True)]
     for found, expected in zip(weights_of(model), weights, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+class Scalars(keras.layers.Layer):
+    """Multiplies by one of two scalar weights, which may depend on the rank."""
+
+    def __init__(self, differs):
+        super().__init__()
+        self.number = RANK % 2 if differs else 0
+
+    def build(self, shape):
+        self.factors = [
+            self.add_weight(shape=(), initializer="ones", name=name) for name in ("left", "right")
+        ]
+
+    def call(self, x):
+        return x * self.factors[self.number]
+
+
+@pytest.mark.jobs("double")
+@pytest.mark.parametrize("differs", [False, True])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_fit_of_a_model_with_scalar_weights_that_the_loss_does_not_use(differs, eagerly):
+    model = keras.Sequential([keras.Input((1,)), Scalars(differs)])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    model.compile(optimizer, "mse", run_eagerly=eagerly)
+    rows = np.ones((2, 1), "float32")
+    model.fit(rows, 0 * rows, batch_size=2, verbose=0)
+    # The gradient of each rank is 2.0 * 1.0 for the factor that it uses.
+    share = np.mean([rank % 2 for rank in range(SIZE)]) if differs else 0.0
+    expected = [1.0 - 2.0 * (1.0 - share), 1.0 - 2.0 * share]
+    np.testing.assert_allclose(np.array(weights_of(model)), expected, atol=1e-6)
