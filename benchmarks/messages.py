@@ -50,12 +50,12 @@ def work(path):
 
     from keras_dist import _backends, _engine
     from keras_dist.monitor.collector import Collector
-    from keras_dist.runtime.startup import join_ranks
+    from keras_dist.runtime.startup import connect_ranks
 
     json.loads(Path(path).read_text())
     _backends.in_use = list  # no framework
     messages, calls = count_mailbox(_engine.Mailbox), collections.Counter()
-    comm = join_ranks(counted(MPI, calls)(MPI.COMM_WORLD))
+    comm = connect_ranks(counted(MPI, calls)(MPI.COMM_WORLD))
     found = {"init": sum(calls.values())}
     for name, missing in FAULTS.items():
         found[name] = count_around(comm, messages, lambda r=missing: stay_away(comm, r))

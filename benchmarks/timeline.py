@@ -115,11 +115,11 @@ def recording_alone(count=5000):
             for number in range(count):
                 with (
                     spans.step(1),
-                    spans.held(lock, lane) if records else lock,
+                    spans.timed(lock, lane) if records else lock,
                 ):
                     with spans.phase("copy in"):
                         pass
-                    with spans.meeting(call, number):
+                    with spans.rendezvous(call, number):
                         pass
                     with spans.phase("reduce"):
                         pass

@@ -39,17 +39,23 @@ __all__ = [
 ]
 
 
+from typing import Any
+
+PARTS = 4  # of a message
+
+
 class KerasDistError(Exception):
     """Base class of the errors of keras_dist.
 
     Args:
-        *parts: the message, or its four parts as `explain` takes them.
+        *parts: the message, or its four parts as `explain` takes them. Subclasses may have others.
     """
 
     is_shared = False  # whether it is known to all ranks, though this one raises it at another wait
 
-    def __init__(self, *parts: str):
-        super().__init__(*(parts if len(parts) < 2 else (explain(*parts),)))
+    def __init__(self, *parts: Any):
+        is_explained = len(parts) == PARTS and all(isinstance(part, str) for part in parts)
+        super().__init__(*((explain(*parts),) if is_explained else parts))
 
 
 class LaunchError(KerasDistError, RuntimeError):

@@ -60,7 +60,11 @@ class AgreeOnStoppingCallback(SessionCallback):
                 "Pass the same callbacks on every rank. Wrap a callback that acts on one rank "
                 "in keras_dist.callbacks.RootOnly.",
             )
-        return type(self)(each_batch=True) if any(appended) and not self.each_batch else self
+        if self.each_batch or not any(appended):
+            return self
+        other = type(self)(each_batch=True)
+        other.process_set = self.process_set
+        return other
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees on a stop; Keras then stops after the first batch."""

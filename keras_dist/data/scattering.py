@@ -17,10 +17,11 @@ class ScatteringReader:
 
     def __init__(self, columns: Sequence[Column], readers: Sequence[int]):
         self._files, self._readers = FileReader(columns), readers
+        self._comm = runtime.fit_communicator()
 
     def read(self, ranges: Pieces) -> list[np.ndarray]:
         """Returns the rows of each column, see `Reader`. Collective: every rank; blocks."""
-        comm, collectives = runtime.communicator(), _engine.collectives
+        comm, collectives = self._comm, _engine.collectives
         # The name matches calls of threads that data sets read in.
         wanted = collectives.allgather_object(comm, ranges, OPERATION)
         mine = [self._readers[rank] == comm.rank for rank in range(comm.size)]

@@ -111,8 +111,9 @@ def _open_log(folder: Path, rank: int) -> int:
     """Opens the output file of this rank; a restarted job appends to it."""
     folder.mkdir(parents=True, exist_ok=True)
     again = os.environ.get("KERAS_DIST_RESTART", "0") != "0"
-    way = os.O_APPEND if again else os.O_TRUNC
-    return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | way, 0o666)
+    way = 0 if again else os.O_TRUNC
+    way |= os.O_WRONLY | os.O_CREAT | os.O_APPEND  # a process that stands by may write as well
+    return os.open(folder / f"rank-{rank}.log", way, 0o666)
 
 
 def _redirect_output(rank: int, live: bool, log: int | None, holds: bool) -> str:

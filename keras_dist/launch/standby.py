@@ -7,7 +7,7 @@ nothing has been imported until then, it executes the program as it would have b
 
 import contextlib
 import fcntl
-import importlib
+import importlib.util
 import os
 import queue
 import sys
@@ -118,25 +118,25 @@ def _notes(settings: config.Settings, told: "queue.SimpleQueue[Any]") -> dict[st
 def _import(
     notes: dict[str, Any], told: "queue.SimpleQueue[Any]", settings: config.Settings
 ) -> None:
-    """Imports modules, with the variables of the job; one process of a node after the other.
+    """Imports the same files with the variables that the program sets before.
 
-    The job needs the cores meanwhile.
+    One process of a node after the other: the job needs the cores meanwhile.
     """
-    before = dict(os.environ)
-    os.environ.update(notes["environment"])
+    for name, text in notes["environment"].items():
+        if text is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = text
     with _turn(imports_file(settings), told):
-        for name in notes["modules"]:
+        for name, origin in notes["modules"]:
             with contextlib.suppress(Exception, SystemExit):
-                importlib.import_module(name)
+                found = importlib.util.find_spec(name)
+                if found is not None and found.origin == origin:
+                    importlib.import_module(name)
         if notes["mpi"]:
             from keras_dist import _engine
 
             _engine.library.load_mpi()  # does not initialize it
-    for name in notes["environment"]:
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ POLL_SECONDS, SETTLE_SECONDS = 0.5, 1.0  # until the first step; after it
 LONGEST_SECONDS = 60.0  # for a program that takes no steps
 FILE = "imports"
 STANDARD = sysconfig.get_path("stdlib")
+READ = ("KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "PYTORCH_")  # by frameworks, at their import
 
 
 def tell_imports() -> None:
@@ -65,12 +67,13 @@ def _tell(settings: config.Settings) -> None:
     while not progress.done and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
     time.sleep(SETTLE_SECONDS)
+    changed = _changed_variables()
     found = {
         "restart": settings.restart,
         "steps": progress.done,
-        "modules": _modules(),
+        "modules": [] if _chooses_devices(changed) else _modules(),
         "mpi": _engine.library.is_loaded_here(),
-        "environment": _changed_variables(),
+        "environment": {name: text for name, text in changed.items() if name.startswith(READ)},
     }
     try:
         memory_directory.remove_old(_directory(settings))
@@ -82,12 +85,17 @@ def _tell(settings: config.Settings) -> None:
         pass  # a restart imports by itself
 
 
-def _modules() -> list[str]:
-    """Returns the installed modules in the order of their imports.
+def _modules() -> list[tuple[str, str | None]]:
+    """Returns the installed modules and their files, in the order of their imports.
 
     Modules of the user may be changed before a restart, or do something when they are imported.
     """
-    return [name for name, module in list(sys.modules.items()) if _is_installed(name, module)]
+    modules = list(sys.modules.items())
+    return [
+        (name, getattr(each.__spec__, "origin", None))
+        for name, each in modules
+        if _is_installed(name, each)
+    ]
 
 
 def _is_installed(name: str, module: Any) -> bool:
@@ -103,15 +111,17 @@ def _is_installed(name: str, module: Any) -> bool:
     )
 
 
-def _changed_variables() -> dict[str, str]:
-    """Returns the variables that this process has set since its start, such as the backend."""
+def _changed_variables() -> dict[str, str | None]:
+    """Returns the variables that this process has changed since its start; `None`: removed."""
     try:
         pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
         return {}
     before = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
-    return {
-        name: text
-        for name, text in os.environ.items()
-        if before.get(name) != text and name not in launch_environment.THREADS
-    }
+    names = {*before, *os.environ} - {"", *launch_environment.THREADS}
+    return {name: now for name in names if (now := os.environ.get(name)) != before.get(name)}
+
+
+def _chooses_devices(changed: Mapping[str, str | None]) -> bool:
+    """Returns whether the program chooses GPUs itself, which precedes the imports."""
+    return any(name.endswith("VISIBLE_DEVICES") for name in changed)

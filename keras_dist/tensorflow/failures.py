@@ -45,4 +45,4 @@ def raise_tensorflow_error(error: errors.KerasDistError) -> NoReturn:
     """Raises an error of keras_dist as one that is also an error of TensorFlow."""
     if type(error) not in BECOMES:
         raise error
-    raise BECOMES[type(error)](None, None, str(error)) from error  # type: ignore[arg-type]
+    raise BECOMES[type(error)](None, None, str(error)) from error

@@ -30,6 +30,7 @@ from keras_dist.training.train_functions import (
     check_undistributed,
     make_test_function,
     make_train_function,
+    wrap_train_function,
 )
 
 
@@ -132,6 +133,7 @@ def _logs(compute: Callable[..., Any], model: Any, logs: Any) -> Any:
 def _on_train_begin(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
     if model_of(callbacks) is None or not members(callbacks.callbacks):
         return hook(callbacks, logs)
+    wrap_train_function(model_of(callbacks))
     return session_for_list(callbacks).begin(callbacks, functools.partial(hook, callbacks, logs))
 
 

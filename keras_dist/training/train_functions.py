@@ -45,7 +45,7 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
         contexts: list[Callable[[], Any]] = [own_losses]
         if keras.config.backend() == "torch":
             contexts.append(random_generators.in_step)
-        _wrap_train_function(model, *contexts)
+        wrap_train_function(model, *contexts)
         return made
     for optimizer in optimizers:
         optimizer._keras_dist.model = model.name
@@ -76,7 +76,7 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
     recorded = functools.partial(_engine.tracing.step, model.steps_per_execution)
     losses = functools.partial(within, Step(optimizers[0]._keras_dist, has_equal_batches), model)
     contexts = [recorded, losses, random_generators.in_step]
-    _wrap_train_function(model, *contexts, *([] if in_step is None else [in_step]))
+    wrap_train_function(model, *contexts, *([] if in_step is None else [in_step]))
     return made
 
 
@@ -98,9 +98,13 @@ def make_test_function(original: Callable[..., Any], model: Any, force: bool = F
     return model.test_function
 
 
-def _wrap_train_function(model: Any, *contexts: Callable[[], Any]) -> None:
-    if hasattr(model.train_function, WRAPPED):
-        return  # Keras has returned the existing function
+def wrap_train_function(model: Any, *contexts: Callable[[], Any]) -> None:
+    """Makes the train function of a model ask the session; its calls run in contexts.
+
+    A model may make its function itself, without Keras' method.
+    """
+    if model.train_function is None or hasattr(model.train_function, WRAPPED):
+        return  # not made yet, or the existing function
     made = _wrapped(model.train_function, *contexts)
 
     @functools.wraps(made, updated=())

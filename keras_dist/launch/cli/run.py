@@ -175,7 +175,9 @@ def _run_with_restarts(
         if standby is not None:
             process = standby.take(command, environment) if restart else None
             if restart < max_restarts:
-                standby.prepare(command, {**environment, RESTART: str(restart + 1)})
+                # Its ssh must not note lost hosts of the job that runs.
+                unwatched = {n: t for n, t in environment.items() if n not in connections.variables}
+                standby.prepare(command, {**unwatched, RESTART: str(restart + 1)})
         connections.begin()
         beside = watch.beside_the_job
         ended = run_job(command, environment, left, None, connections.lost, beside, process)

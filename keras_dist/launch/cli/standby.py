@@ -169,20 +169,17 @@ def _end(start: _Start) -> None:
 @contextlib.contextmanager
 def standing_by(
     environment: dict[str, str], hosts: Iterable[str] | None, place: int, count: int
-) -> Iterator[Standby]:
-    """Keeps a job ready for restarts, and tells its ranks by a variable where to connect."""
+) -> Iterator[Standby | None]:
+    """Keeps a job ready for restarts, and tells its ranks by a variable where to connect.
+
+    Without a socket, as where the path of the temporary folder is too long, no job is kept ready.
+    """
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:
-        if hosts is None:
-            path = os.path.join(folder, "standby")
-            server = socket.socket(socket.AF_UNIX)
-            server.bind(path)
-            server.listen(128)
-            addresses = [path]
-        else:
-            server = socket.create_server(("", 0), backlog=128)
-            port = server.getsockname()[1]
-            names = dict.fromkeys([*map(_address_towards, hosts), socket.gethostname()])
-            addresses = [f"{name}:{port}" for name in names if name]
+        try:
+            server, addresses = _listen(folder, hosts)
+        except OSError:
+            yield None
+            return
         token = secrets.token_urlsafe(32)
         environment["KERAS_DIST_STANDBY_SERVER"] = "@".join([token, *addresses])
         standby = Standby(server, token, place, count)
@@ -190,6 +187,20 @@ def standing_by(
             yield standby
         finally:
             standby.close()
+
+
+def _listen(folder: str, hosts: Iterable[str] | None) -> tuple[socket.socket, list[str]]:
+    """Returns a socket for the processes of these hosts, or of this one alone; its addresses."""
+    if hosts is None:
+        path = os.path.join(folder, "standby")
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen(128)
+        return server, [path]
+    server = socket.create_server(("", 0), backlog=128)
+    port = server.getsockname()[1]
+    names = dict.fromkeys([*map(_address_towards, hosts), socket.gethostname()])
+    return server, [f"{name}:{port}" for name in names if name]
 
 
 def _address_towards(host: str) -> str:

@@ -19,7 +19,7 @@ from start_jobs import is_alive, pids
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.launch.interactive.exchange import Exchange, Failure
+from keras_dist.launch.interactive.exchange import Failure, JobFiles
 from keras_dist.launch.interactive.view import View
 from keras_dist.monitor.gpu import Gpu
 from keras_dist.monitor.report import Report
@@ -249,7 +249,7 @@ def test_hosts_are_those_that_are_named(tmp_path, monkeypatch):
 
 
 def test_the_table_shows_what_is_known_of_each_rank(tmp_path):
-    exchange = Exchange(tmp_path)
+    exchange = JobFiles(tmp_path)
     speed = {"state": "fit", "steps": 64, "samples_per_second": 1234.5}
     device = Gpu("H200", 0.5, 3 * 2**30, 100)
     first = Report(0, "h1", 7, 0.0, memory_nbytes=2**30, step=3, gpu=device, **speed)

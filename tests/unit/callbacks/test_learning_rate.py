@@ -19,7 +19,9 @@ RANKS = 4
 @pytest.fixture(autouse=True)
 def some_ranks(monkeypatch):
     """The number of ranks for which a formula is computed."""
-    root = SimpleNamespace(size=lambda: RANKS, rank=lambda: 0, where=lambda: "[here]")
+    root = SimpleNamespace(
+        fit_size=lambda: RANKS, fit_rank=lambda: 0, rank=lambda: 0, where=lambda: "[here]"
+    )
     monkeypatch.setattr(learning_rate, "runtime", root)
     return root
 
@@ -201,7 +203,7 @@ def test_a_warmup_is_complete_at_the_end_of_its_last_epoch():
 
 @pytest.mark.parametrize(("verbose", "rank"), [(1, 0), (1, 1), (0, 0)])
 def test_the_root_says_when_a_warmup_is_over(verbose, rank, some_ranks, capsys):
-    some_ranks.rank = lambda: rank
+    some_ranks.rank = some_ranks.fit_rank = lambda: rank
     warmup = begun(LearningRateWarmupCallback(0.4, 2, verbose=verbose))
     for epoch in range(3):
         warmup.on_epoch_end(epoch)
