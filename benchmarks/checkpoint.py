@@ -127,7 +127,7 @@ def make(directory, name, timed):
             if batch == timed.at:
                 began, self._step = time.perf_counter(), batch + 1
                 self._keras_dist_save()
-                self.when_all_have_been_called(lambda: self.note(began))
+                self.after_hook(lambda: self.note(began))
 
         def note(self, began):
             timed.held = time.perf_counter() - began

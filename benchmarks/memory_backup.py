@@ -118,8 +118,8 @@ def make_timed(directory, restores, memory):
             call()
             self.seconds += time.perf_counter() - began
 
-        def before_training(self, callbacks):
-            self.timed(functools.partial(super().before_training, callbacks))
+        def enter(self, session):
+            self.timed(functools.partial(super().enter, session))
 
         def on_train_begin(self, logs=None):
             self.timed(functools.partial(super().on_train_begin, logs))

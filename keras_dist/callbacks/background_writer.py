@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from keras_dist import errors, runtime
+from keras_dist.resume.stores import NEEDS_ROOM
 from keras_dist.storage.atomic_write import beside, move
 
 Save = Callable[[str], None]
 
 HDF5 = ".h5"
-#: remedy of errors about files that cannot be written
-NEEDS_ROOM = "Choose a directory that the root can write to, with enough free space."
 COPY_NBYTES = 2**23
 
 

@@ -1,4 +1,4 @@
-"""States of Keras' and user callbacks, for backups.
+"""States of Keras' and user callbacks, for generations.
 
 Ranks may have different callbacks. Callbacks are matched by class and by position among the
 callbacks of that class. `RootOnly` is transparent: the wrapped callback counts, on its rank.
@@ -8,21 +8,101 @@ import collections
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 
-from keras_dist import errors, runtime
+from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import STATE_ATTRIBUTES
-from keras_dist.callbacks.nested_values import pack
 from keras_dist.callbacks.root import RootOnly
+from keras_dist.resume.nested_values import pack
+from keras_dist.resume.state import own
 
+KNOWN = ("keras.", "keras_dist.")
 ATTRIBUTES, USERS, FILE = "attributes", "state_dict", "file"
 
 State = dict[str, Any]
+CSV_LOGGER = keras.callbacks.CSVLogger
 
 _log = logging.getLogger("keras_dist")
+
+
+class CallbackStates:
+    """The states of the callbacks of one fit, see `resume.state.FitState`.
+
+    Those of Keras' callbacks are equal on all ranks. Those of user callbacks, sizes of log files,
+    and states of callbacks that the root does not have are of each rank.
+    """
+
+    key = "callbacks"
+
+    def __init__(self, callbacks: Iterable[keras.callbacks.Callback] = (), root_rank: int = 0):
+        self._every, self._root_rank = list(callbacks), root_rank
+        self._on_root: set[str] = set()
+        self._appending: list[Any] = []
+        self.of_all: Mapping[str, State] = {}
+
+    def agree(self, resumes: bool) -> None:
+        """Broadcasts the names of the callbacks of the root. Collective: every rank; blocks."""
+        comm, names = runtime.fit_communicator(), list(acting(self._every))
+        self._on_root = set(
+            _engine.collectives.broadcast_object(
+                comm, names, self._root_rank, "the callbacks of the root"
+            )
+        )
+        if resumes:
+            loggers = [item for item in self._acting() if isinstance(item, CSV_LOGGER)]
+            self._appending = [logger for logger in loggers if not logger.append]
+            for logger in self._appending:
+                logger.append = True  # until they have been called: they would empty their files
+
+    def warn_of_unsaved(self) -> None:
+        """Names the user callbacks that give no state."""
+        found = [type(item).__name__ for item in self._acting() if _may_lose_state(item)]
+        if found:
+            _log.warning(
+                "keras_dist: a backup does not hold the state of the callbacks %s. Where they have "
+                "one that a resumed fit needs, add the methods state_dict() and "
+                "load_state_dict(state).",
+                ", ".join(found),
+            )
+
+    def give_all(self) -> dict[str, State]:
+        """Returns the states of Keras' callbacks by name."""
+        return _states_of_keras(acting(self._every))
+
+    def give(self) -> dict[str, State]:
+        """Returns the states that differ between ranks by name."""
+        mine = acting(self._every)
+        states = _states_of_keras({n: item for n, item in mine.items() if n not in self._on_root})
+        for name, callback in mine.items():
+            if has_state_dict(callback):
+                states[name] = {**states.get(name, {}), USERS: _state_of(callback)}
+            if isinstance(callback, CSV_LOGGER):
+                file = {"keys": callback.keys, "nbytes": _nbytes(callback)}
+                states[name] = {**states.get(name, {}), FILE: file}
+        return states
+
+    def take(self, states: Sequence[Mapping[str, State]]) -> bool:
+        """Restores the callbacks that have a state."""
+        for logger in self._appending:
+            logger.append = False
+        found, rank = own(states), runtime.fit_rank()
+        if len(states) != runtime.fit_size():  # positions in files differ between ranks
+            found = _with_files_of(found, states[rank] if rank < len(states) else {})
+        for name, callback in acting(self._every).items():
+            state = {**self.of_all.get(name, {}), **found.get(name, {})}
+            for attribute, value in state.get(ATTRIBUTES, {}).items():
+                setattr(callback, attribute, value)
+            if FILE in state:
+                _restore_file(callback, **state[FILE])
+            if USERS in state and has_state_dict(callback):
+                _restore_own(callback, state[USERS])
+        return True
+
+    def _acting(self) -> Iterable[keras.callbacks.Callback]:
+        return acting(self._every).values()
 
 
 def acting(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
@@ -44,66 +124,30 @@ def has_state_dict(callback: keras.callbacks.Callback) -> bool:
     return all(callable(getattr(callback, name, None)) for name in methods)
 
 
-def shared_states(callbacks: Mapping[str, keras.callbacks.Callback]) -> dict[str, State]:
+def _states_of_keras(callbacks: Mapping[str, keras.callbacks.Callback]) -> dict[str, State]:
     """Returns the states of Keras' callbacks by name. They are equal on all ranks."""
     found = {}
     for name, callback in callbacks.items():
         # Some attributes do not exist before the first hook that sets them.
-        names = sorted(attributes_of(callback) & vars(callback).keys())
+        names = sorted(_attributes_of(callback) & vars(callback).keys())
         names = [item for item in names if _can_be_kept(callback, item)]
         if names:
             found[name] = {ATTRIBUTES: {item: vars(callback)[item] for item in names}}
     return found
 
 
-def rank_states(
-    callbacks: Mapping[str, keras.callbacks.Callback], on_root: Iterable[str]
-) -> dict[str, State]:
-    """Returns the states that differ between ranks, by name.
-
-    They are states of user callbacks, sizes of log files, and states of callbacks that the root
-    does not have.
-    """
-    of_root = set(on_root)
-    states = shared_states({n: item for n, item in callbacks.items() if n not in of_root})
-    for name, callback in callbacks.items():
-        if has_state_dict(callback):
-            states[name] = {**states.get(name, {}), USERS: _state_of(callback)}
-        if isinstance(callback, keras.callbacks.CSVLogger):
-            file = {"keys": callback.keys, "nbytes": _nbytes(callback)}
-            states[name] = {**states.get(name, {}), FILE: file}
-    return states
-
-
-def attributes_of(callback: keras.callbacks.Callback) -> set[str]:
+def _attributes_of(callback: keras.callbacks.Callback) -> set[str]:
     """Returns the names of the attributes in the state of a callback of Keras."""
     classes = {kind: getattr(keras.callbacks, kind) for kind in STATE_ATTRIBUTES}
     kinds = [kind for kind in STATE_ATTRIBUTES if isinstance(callback, classes[kind])]
     return {name for kind in kinds for name in STATE_ATTRIBUTES[kind]}
 
 
-def append_to_files(callbacks: Mapping[str, keras.callbacks.Callback]) -> list[Any]:
-    """Makes loggers append to their files; returns the loggers that would overwrite them."""
-    loggers = [item for item in callbacks.values() if isinstance(item, keras.callbacks.CSVLogger)]
-    emptying = [item for item in loggers if not item.append]
-    for logger in emptying:
-        logger.append = True
-    return emptying
+def _may_lose_state(callback: keras.callbacks.Callback) -> bool:
+    return not type(callback).__module__.startswith(KNOWN) and not has_state_dict(callback)
 
 
-def restore(callbacks: Mapping[str, keras.callbacks.Callback], states: Mapping[str, State]) -> None:
-    """Restores the callbacks that have a state."""
-    for name, callback in callbacks.items():
-        state = states.get(name, {})
-        for attribute, value in state.get(ATTRIBUTES, {}).items():
-            setattr(callback, attribute, value)
-        if FILE in state:
-            _restore_file(callback, **state[FILE])
-        if USERS in state and has_state_dict(callback):
-            _restore_own(callback, state[USERS])
-
-
-def with_files_of(states: Mapping[str, State], others: Mapping[str, State]) -> dict[str, State]:
+def _with_files_of(states: Mapping[str, State], others: Mapping[str, State]) -> dict[str, State]:
     """Returns `states` with file sizes replaced by those of `others`, or without file sizes."""
     files = {name: {FILE: state[FILE]} for name, state in others.items() if FILE in state}
     return {

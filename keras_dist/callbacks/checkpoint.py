@@ -8,8 +8,9 @@ import keras
 
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import ModelCheckpoint as KerasCheckpoint
-from keras_dist.callbacks.background_writer import NEEDS_ROOM, BackgroundWriter, write_atomically
+from keras_dist.callbacks.background_writer import BackgroundWriter, write_atomically
 from keras_dist.callbacks.verification import verify_before_writing
+from keras_dist.resume.stores import NEEDS_ROOM
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 from keras_dist.training.model_state import state

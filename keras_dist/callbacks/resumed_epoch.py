@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_dist import _backends, _engine, runtime
-from keras_dist.callbacks import rank_states
-from keras_dist.callbacks.fit_state import FitState
-from keras_dist.callbacks.random_state import RandomState
-from keras_dist.storage.versioned_backups import REMEDY
+from keras_dist.callbacks.callback_states import CallbackStates
+from keras_dist.resume.format import REMEDY
+from keras_dist.resume.state import FitState, Generators, LastLogs, Metrics, own
 from keras_dist.training.fit_session import FitSession
 
 _log = logging.getLogger("keras_dist")
@@ -30,12 +29,11 @@ class ResumedEpoch:
     """The first batches of a fit, which are read without training."""
 
     def __init__(
-        self, session: FitSession, fit: FitState, random: RandomState, found: Mapping[str, Any]
+        self, session: FitSession, fit: FitState, random: Generators, found: Mapping[str, Any]
     ):
         self._session, self._fit, self._random = session, fit, random
         self._stopped = found["stopped"]
-        self._states = fit.ranks()
-        self.logs = rank_states.of_rank(self._states)["logs"] if self._states else {}
+        self.logs = own(fit.ranks())[LastLogs.key]
         execution_steps = session.model.steps_per_execution
         self._executions, repeated = divmod(found["step"], execution_steps)
         #: number of batches that are read; whether there are more steps that are not for training
@@ -48,11 +46,11 @@ class ResumedEpoch:
                 found["step"],
                 execution_steps,
             )
-        self._wants_metrics = found["step"] > 0 and bool(self._states)
+        self._wants_metrics = found["step"] > 0
 
     def begin(self) -> None:
         """Reverts changes that callbacks made in `on_epoch_begin`, and starts to skip."""
-        self._fit.restore_callbacks()
+        self._fit.take_on_all(CallbackStates.key)
         if self._stopped:
             self._session.model.stop_training = True
         self._restore_metrics()
@@ -91,6 +89,5 @@ class ResumedEpoch:
             self._random.skipped()
 
     def _restore_metrics(self) -> None:
-        model = self._session.model
-        if self._wants_metrics and rank_states.restore_metrics(model, self._states):
+        if self._wants_metrics and self._fit.take(Metrics.key):
             self._wants_metrics = False

@@ -1,7 +1,7 @@
 """Detection of data whose order or position a resumed run cannot restore.
 
 The arguments of `fit` are examined, never samples. A backup restores the random states of Python,
-numpy and torch, see `callbacks.random_state`; the states detected here are inside TensorFlow or in
+numpy and torch, see `resume.state`; the states detected here are inside TensorFlow or in
 objects of the user.
 """
 

@@ -92,20 +92,22 @@ class KerasState(_VariablesState):
         return list({id(variable): variable for variable in [*held, *own]}.values())
 
     def _arrays(self) -> dict[str, np.ndarray]:
+        from keras_dist.resume.variables import write_layers
         from keras_dist.training.built_optimizers import describe
-        from keras_dist.training.model_arrays import write_layers
 
-        described = np.array(json.dumps(describe(self.model)))
+        described = np.frombuffer(json.dumps(describe(self.model)).encode(), np.uint8)
         return {**super()._arrays(), OPTIMIZERS: described, **write_layers(self.model)}
 
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
-        from keras_dist.training import built_optimizers, model_arrays
+        from keras_dist.resume.variables import restore_layers
+        from keras_dist.training import built_optimizers
 
-        self._described = json.loads(str(arrays[OPTIMIZERS])) if OPTIMIZERS in arrays else None
+        text = arrays[OPTIMIZERS].tobytes() if OPTIMIZERS in arrays else b"null"
+        self._described = json.loads(text)
         described = self._described or built_optimizers.describe(self.model)
         built_optimizers.build(self.model, described)
         super()._put_arrays(arrays, of_file)
-        model_arrays.restore_layers(self.model, arrays, is_root=True)
+        restore_layers(self.model, arrays, is_root=True)
         self._described = None
         built_optimizers.reset_undescribed(self.model, described)
 

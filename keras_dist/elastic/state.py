@@ -1,7 +1,7 @@
 """What a training has come to: kept in memory, equal on all ranks, and in a directory if wanted.
 
 Where `keras-dist run` may start the job again, commits also lie in the memory of two nodes, as
-backups do. Such a file, and one in a directory, holds JSON and arrays, nothing that is executed.
+backups do. They hold JSON and arrays, nothing that is executed.
 """
 
 import copy
@@ -12,20 +12,21 @@ import logging
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from keras_dist import _engine, config, errors, runtime
 from keras_dist.elastic.running import HostsUpdatedInterrupt
 from keras_dist.elastic.values import as_json
+from keras_dist.resume import format
+from keras_dist.resume.memory import MemoryCopies
+from keras_dist.resume.read import bytes_by_name, newest
+from keras_dist.resume.tensor_file import Tensor
 from keras_dist.runtime import exit_hooks
-from keras_dist.storage import versioned_backups
-from keras_dist.storage.memory_copies import MemoryCopies
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 
-ABOUT = "about"
 WRITE = "to write a state into"
 ROOM = "Make room on its disk, or name another directory."
 
@@ -205,10 +206,10 @@ class ObjectState(State):
         if self._directory is not None:
             with _engine.collectives.raise_on_all(runtime.communicator(), "a commit", WRITE):
                 self._check_all()
-        if self._copies is not None:
-            self._copies.write(self._write_copy)
+        number = self._write_copies()
         if self._directory is not None:
-            self._on_root(functools.partial(self._add, self._directory), WRITE, ROOM)
+            add = functools.partial(self._add, self._directory, number)
+            self._on_root(add, WRITE, ROOM)
 
     def restore(self) -> None:
         """Restores the last commit."""
@@ -286,38 +287,53 @@ class ObjectState(State):
         as_json(self._kept[0])
         self._check()
 
-    def _add(self, directory: pathlib.Path) -> None:
+    def _add(self, directory: pathlib.Path, number: int | None) -> None:
         def write() -> bool:
-            number = None if self._copies is None else self._copies.number()
-            self._whole = versioned_backups.add(directory, self._write, self._whole, number=number)
+            tensors, about = self._contents()
+            path = format.write(directory, tensors, about, self._previous, number)
+            self._previous = format.number_of(path)
             return True
 
         self._retry_policy.attempt(write, f"{WRITE} {directory}")
 
-    def _write(self, file: BinaryIO) -> None:
-        about = np.array(as_json(self._kept[0]))
-        everything: dict[str, Any] = {ABOUT: about, **self._without_own(self._kept[1])}
-        np.savez(file, **everything)
+    def _contents(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """Returns what a generation is made of: arrays, and what its manifest says."""
+        arrays = self._without_own(self._kept[1]).items()
+        tensors = [Tensor(name, "uint8", array.data) for name, array in arrays]
+        return tensors, json.loads(as_json(self._kept[0]))
 
-    def _write_copy(self, file: BinaryIO) -> None:
+    def _write_copies(self) -> int | None:
+        """Writes a commit into memory; returns its number, or `None` if there are no copies."""
+        if self._copies is None or not self._is_in_memory:
+            return None
+        following = functools.partial(self._next_number, self._copies)
+        number = self._on_root(following, WRITE, ROOM)
+        if number is not None:
+            given = self._contents() if runtime.rank() == 0 else ([], {})
+            self._copies.write(number, *given)
+        return number
+
+    def _next_number(self, copies: MemoryCopies) -> int | None:
         try:
-            self._write(file)
+            as_json(self._kept[0])
         except errors.ArgumentTypeError as error:  # of a value that was set after the first `sync`
-            raise errors.ArgumentError(str(error)) from error  # a warning: training goes on
+            _log.warning("%s Training continues without a copy in memory.", error)
+            return None
+        return copies.next_number()
 
     _copies: MemoryCopies | None = None  # from the first `sync` on
     _is_in_memory = _is_found = False
-    _whole: pathlib.Path | None = None  # on rank 0: the last intact file
+    _previous: int | None = None  # on rank 0: number of the last intact generation
 
     def _find(self) -> None:
         """Reads the newest commit. Collective: every rank; blocks."""
         self._keep()
         self._is_in_memory = self._on_root(self._fits_in_memory, WRITE, ROOM)
         place = self._directory or pathlib.Path("keras_dist.elastic", str(self._number))
-        self._copies = MemoryCopies(place, 0, self._is_in_memory)
-        read = functools.partial(self._read, self._copies.find())
+        self._copies = copies = MemoryCopies(place, 0, self._is_in_memory)
+        read = functools.partial(self._read, copies, copies.find())
         what = "to read the newest state in"
-        self._is_found = self._on_root(read, what, versioned_backups.REMEDY)
+        self._is_found = self._on_root(read, what, format.REMEDY)
 
     def _fits_in_memory(self) -> bool:
         """Returns whether a further start of the job can read this state from memory."""
@@ -332,15 +348,13 @@ class ObjectState(State):
             return False
         return True
 
-    def _read(self, copy: pathlib.Path | None) -> bool:
-        if self._directory is not None:
-            copy = versioned_backups.newest_intact(self._directory, copy)
-        self._whole = copy
-        if copy is None:
-            if self._copies is not None:
-                self._copies.check_not_lost()
+    def _read(self, copies: MemoryCopies, copy: pathlib.Path | None) -> bool:
+        place = self._directory or (copy and copy.parent)
+        contents = None if place is None else newest(place, copy)
+        if contents is None:
+            copies.check_not_lost()
             return False
-        with np.load(copy, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files if name != ABOUT}
-            self._put((json.loads(str(file[ABOUT])), arrays), of_file=True)
+        self._previous = copies.number = format.number_of(contents.generation.path)
+        [part] = contents.generation.parts
+        self._put((dict(contents.about), bytes_by_name(part)), of_file=True)
         return True

@@ -41,6 +41,9 @@ from .job import (
     fit_within as fit_within,
 )
 from .job import (
+    has_mpi as has_mpi,
+)
+from .job import (
     includes_me as includes_me,
 )
 from .job import (

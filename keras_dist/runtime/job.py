@@ -7,6 +7,7 @@ connect.
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -316,9 +317,14 @@ def is_homogeneous() -> bool:
     return communicator().topology.is_homogeneous
 
 
+def has_mpi() -> bool:
+    """Returns whether this process can be a rank: mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
 def where() -> str:
     """Returns the prefix of messages, such as `[rank 1 of 4]`."""
-    return communicator().where()
+    return communicator().where() if has_mpi() else "[without MPI]"
 
 
 def notify(message: str) -> None:

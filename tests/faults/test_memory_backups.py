@@ -35,7 +35,7 @@ def weights_of(request, tmp_path):
             code, printed = end_after(act, ready, command, environment, hosts, allowed)
             assert code == 0
             assert ("Restart 1 of 1" in printed) == loses
-            assert not hosts[0].run("find", "/dev/shm", "-name", "*.npz")
+            assert not hosts[0].run("find", "/dev/shm", "-name", "*.safetensors")
         with np.load(folder / "weights.npz") as found:
             return [found[name] for name in found.files]
 
@@ -45,7 +45,7 @@ def weights_of(request, tmp_path):
 def lose(answer, host):
     """Loses a host with its files. The first host takes its rank."""
     answer.write_text("host1:2\n")
-    assert host.run("find", "/dev/shm", "-name", "*.npz")
+    assert host.run("find", "/dev/shm", "-name", "*.safetensors")
     with contextlib.suppress(ProcessLookupError):
         host.lose()
     host.run("sh", "-c", "rm -rf /dev/shm/*")

@@ -5,7 +5,6 @@ the first epoch.
 """
 
 import dataclasses
-import json
 import random
 import sys
 
@@ -22,7 +21,8 @@ from keras_dist.callbacks import (
     RootOnly,
     ShardedCheckpoint,
 )
-from keras_dist.storage import generations, versioned_backups
+from keras_dist.resume import format
+from keras_dist.resume.memory import is_intact
 from keras_dist.training import model_state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value
@@ -294,7 +294,7 @@ def run(way, folder, model, batch=BATCH, after=None, how="", resumes=True):
             end.append((folder / "log.csv").read_text())
     except Interrupted:
         if isinstance(keeper, ShardedCheckpoint):
-            keeper._settle()
+            keeper._store.settle()
     last = max(seen.states, default=None)
     return Run(seen.begin, last, seen.states, end)
 
@@ -317,18 +317,10 @@ def keeper_of(way, folder):
 
 def written(way, folder):
     """Returns position and file of all generations, newest first. Another generation is older."""
-    if way.callback.startswith("parts"):
-        paths = generations.newest_first(folder / "files")
-        return [(position(generations.read(path).about), path) for path in paths if is_whole(path)]
-    paths = [*folder.glob("memory/*/*/*.npz"), *folder.glob("files/*.npz")]
-    paths = [path for path in paths if versioned_backups.is_intact(path)]
-    paths.sort(key=versioned_backups.number_of, reverse=True)
-    return [(position(json.loads(str(np.load(path)["about"]))), path) for path in paths]
-
-
-def is_whole(path):
-    found = generations.read(path)
-    return found is not None and not generations.find_damage(found, range(len(found.parts)))
+    paths = [*folder.glob("memory/*/*/*.json"), *folder.glob("files/*.json")]
+    paths = [path for path in paths if is_intact(path)]
+    paths.sort(key=format.number_of, reverse=True)
+    return [(position(format.read(path).about), path) for path in paths]
 
 
 def position(about):

@@ -15,8 +15,9 @@ USAGE = 2  # as argparse ends
 # A command is a module of its name, imported when it is called, so that --help is fast.
 COMMANDS = {
     "bench": "measure the cost of gradient reductions",
+    "checkpoint": "list the generations of saved training, and check that they are whole",
     "doctor": "check whether jobs can run here, with remedies",
-    "export": "write a sharded checkpoint as one .keras file",
+    "export": "write saved training as one file of Keras",
     "migrate": "convert a Horovod script",
     "run": "start a job, and restart it after a failure",
     "run-notebook": "run a notebook on all ranks",

@@ -1,4 +1,4 @@
-"""`keras-dist export`: writes a sharded checkpoint as one file of Keras."""
+"""`keras-dist export`: writes saved training as one file of Keras."""
 
 import argparse
 from typing import Any
@@ -8,17 +8,20 @@ def add_to(commands: Any) -> None:
     """Adds the command to the subparsers."""
     parser = commands.add_parser(
         "export",
-        description="Writes the newest whole generation of a checkpoint of "
-        "keras_dist.callbacks.ShardedCheckpoint as one .keras file. KERAS_BACKEND selects the "
-        "backend, as in a script.",
+        description="Writes the newest undamaged generation of "
+        "keras_dist.callbacks.BackupAndRestore or ShardedCheckpoint as one .keras file, or its "
+        "weights as a .weights.h5 file. KERAS_BACKEND selects the backend, as in a script.",
     )
     parser.set_defaults(act=_export)
-    parser.add_argument("directory", help="directory of the checkpoint")
-    parser.add_argument("file", help="path of the new file, which ends in .keras")
+    parser.add_argument("directory", help="directory of the generations")
+    parser.add_argument("file", help="path of the new file, which ends in .keras or .weights.h5")
+    parser.add_argument(
+        "--generation", type=int, help="number of the generation (default: the newest)"
+    )
 
 
 def _export(options: argparse.Namespace) -> int:
     from keras_dist import checkpoints
 
-    checkpoints.export(options.directory, options.file)
+    checkpoints.export(options.directory, options.file, generation=options.generation)
     return 0

@@ -11,16 +11,16 @@ from fits import At, build, fit, on_root, rank
 
 from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint
 from keras_dist.errors import CheckpointError, MismatchError
-from keras_dist.storage import versioned_backups
+from keras_dist.resume import format
 
 folder = Path(os.environ["FOLDER"])
-newest_first = versioned_backups.newest_first
+newest_first = format.newest_first
 
 
 def expect_damage(call: Any, *arguments: Any, **options: Any) -> None:
     text = expect(CheckpointError, lambda: call(*arguments, **options))
-    assert "an intact backup in" in text, text
-    assert "Remove the backup to start over." in text, text
+    assert "an undamaged generation in" in text, text
+    assert format.REMEDY in text, text
 
 
 def damage_newest(damage: Any) -> None:
@@ -80,7 +80,9 @@ def no_room() -> None:
         assert before == after
         names = {path.name for path in contents()}
         new = newest_first(folder / "backup")
-        expected = {*(p.name for p in new), "model.keras", "model.weights.h5", "behind.keras"}
+        found: list[Any] = [format.read(path) for path in new]
+        files = [*new, *(each.parts[0] for each in found)]
+        expected = {*(p.name for p in files), "model.keras", "model.weights.h5", "behind.keras"}
         assert names == expected
         assert len(new) == 2 and new[1] in before and new[0] not in before
         assert all(contents()[path] != before[path] for path in folder.glob("*.*"))
@@ -120,7 +122,7 @@ def replicas_diverge() -> None:
         assert "dense0/bias (ranks 1). " in text, text
     if rank == 0:
         names = sorted(path.name for path in folder.iterdir())
-        assert (names, len([*(folder / "backup").iterdir()])) == (["1.keras", "backup"], 1)
+        assert (names, len([*(folder / "backup").iterdir()])) == (["1.keras", "backup"], 2)
 
 
 run(globals())

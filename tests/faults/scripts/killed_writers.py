@@ -8,23 +8,32 @@ import time
 import traceback
 from pathlib import Path
 
-import numpy as np
 from faults import die_at_call, fault, run
 
-from keras_dist.checkpoints.writer import Writer
-from keras_dist.storage import generations, versioned_backups
-from keras_dist.storage.tensor_file import Tensor, read_header, read_into
+from keras_dist.resume import format
+from keras_dist.resume.read import bytes_by_name
+from keras_dist.resume.tensor_file import Tensor, read_header, read_into
+from keras_dist.resume.write import Writer
 
 folder, RANKS, NBYTES = Path(os.environ["FOLDER"]), 2, 200_000
 
 
+def tensor(number: int) -> Tensor:
+    return Tensor("0:0", "int32", memoryview(number.to_bytes(4, "little") * (NBYTES // 4)))
+
+
 def write_backups(acknowledge: int) -> None:
-    whole, number = next(iter(versioned_backups.newest_first(folder)), None), 0
+    previous, number = None, 0
     while True:
         number += 1
-        values = np.full(100_000, number)
-        whole = versioned_backups.add(folder, lambda file: np.savez(file, values), whole)  # noqa: B023
+        path = format.write(folder, [tensor(number)], {"number": number}, previous)
+        previous = format.number_of(path)
         os.write(acknowledge, number.to_bytes(4, "little"))
+
+
+def is_whole(path: Path) -> bool:
+    found = format.read(path)
+    return found is not None and not format.find_damage(found)
 
 
 def backups() -> None:
@@ -44,42 +53,40 @@ def backups() -> None:
         while told := os.read(read, 4):
             last = int.from_bytes(told, "little")
         os.close(read)
-        within.append(any(path.name.startswith(".") for path in folder.iterdir()))
-        found = versioned_backups.newest_first(folder)
-        assert all(versioned_backups.is_intact(path) for path in found), found
-        with np.load(found[0], allow_pickle=False) as file:
-            [number] = map(int, set(file["arr_0"]))
+        found = format.newest_first(folder)
+        within.append(len([*folder.iterdir()]) > 2 * len(found))
+        assert all(map(is_whole, found)), found
+        [part] = sorted((folder / found[0].name.partition("-")[0]).glob("0*"))
+        number = int(bytes_by_name(part)["0:0"].view("int32")[0])
         assert number in (last, last + 1), (number, last)
         # What was left of it goes when the next one is written.
-        whole = versioned_backups.add(folder, lambda file: np.savez(file), found[0])
-        assert {path.name for path in folder.iterdir()} == {whole.name, found[0].name}
+        format.write(folder, [tensor(0)], {}, format.number_of(found[0]))
+        assert len([*folder.iterdir()]) == 4
     print("killed within a write:", sum(within))
     assert sum(within) > 10
 
 
 def write_parts(rank: int, read: int, write: int) -> None:
     """Writes generations as a rank does; the root tells the others the number of each."""
-    writer = Writer(folder, keep=2)
     while True:
         if rank == 0:
-            number = generations.begin(folder)
+            number = format.begin(folder)
             os.write(write, number.to_bytes(4, "little") * (RANKS - 1))
         else:
             number = int.from_bytes(os.read(read, 4), "little")
-        data = memoryview(number.to_bytes(4, "little") * (NBYTES // 4))
         about = {"number": number} if rank == 0 else None
-        writer.start(number, (rank, RANKS), [Tensor("0:0", "int32", data)], about)
+        writer = Writer(folder, number, (rank, RANKS), [tensor(number)], about, keep=2)
         assert writer.wait_for_part() is None
         assert writer.finish(are_whole=True) is None
 
 
 def check() -> int:
     """Returns the number of the newest generation, which is whole."""
-    read = [generations.read(path) for path in generations.newest_first(folder)]
+    read = [format.read(path) for path in format.newest_first(folder)]
     found = [generation for generation in read if generation is not None]
     assert found and len(found) == len(read)
     for generation in found:
-        assert generations.find_damage(generation, range(RANKS)) == []
+        assert format.find_damage(generation, range(RANKS)) == []
         for path in generation.parts:
             content = bytearray(NBYTES)
             read_into(path, read_header(path)["0:0"].offset, memoryview(content))
@@ -114,7 +121,7 @@ def parts() -> None:
         newest = check()
         assert newest > before
         before = newest
-        within += len([*folder.glob("0*")]) > 2 * len(generations.newest_first(folder))
+        within += len([*folder.glob("0*")]) > 2 * len(format.newest_first(folder))
     print("killed within a write:", within)
     assert within
 

@@ -9,7 +9,10 @@ from bare import runtime
 from faults import FOLDER, run
 
 from keras_dist import _engine
-from keras_dist.storage.memory_copies import MemoryCopies
+from keras_dist.resume import format
+from keras_dist.resume.memory import MemoryCopies
+from keras_dist.resume.read import bytes_by_name
+from keras_dist.resume.tensor_file import Tensor
 
 COMM = runtime.communicator()
 HAS_BEGUN_AGAIN = os.environ.get("KERAS_DIST_RESTART", "0") != "0"
@@ -38,10 +41,16 @@ def wait_for_loss(rank: int, loses: str) -> None:
         time.sleep(100)
 
 
+def bytes_of(path: Path) -> bytes:
+    generation = format.read(path)
+    assert generation is not None
+    return bytes_by_name(generation.parts[0])["x"].tobytes()
+
+
 def state_in_memory(loses: str) -> None:
     copies = MemoryCopies(DISK_OF_THIS_HOST, 1)
     found = copies.find()
-    sent = None if found is None else found.read_bytes()
+    sent = None if found is None else bytes_of(found)
     read = _engine.collectives.broadcast_object(COMM, sent, 1)
     assert (read is not None) == HAS_BEGUN_AGAIN
     state = np.zeros(50_000) if read is None else np.frombuffer(read)
@@ -56,7 +65,8 @@ def state_in_memory(loses: str) -> None:
         state = state.copy()
         state[0] = step + 1
         if step % 2 == 0:
-            copies.write(lambda file: file.writelines([state.tobytes()]))  # noqa: B023
+            tensor = Tensor("x", "uint8", memoryview(state.tobytes()))
+            copies.write(step + 1, [tensor], {})
     copies.remove()
     if COMM.rank == 0:
         np.savez(FOLDER / "weights", state)

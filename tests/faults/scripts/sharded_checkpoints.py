@@ -15,7 +15,7 @@ from fits import At, fit, on_root, rank
 import keras_dist
 from keras_dist.callbacks import ShardedCheckpoint
 from keras_dist.errors import CheckpointError
-from keras_dist.storage import generations
+from keras_dist.resume import format
 
 folder = Path(os.environ["FOLDER"])
 
@@ -51,9 +51,9 @@ def no_room_and_a_stale_handle() -> None:
     fit(at, ShardedCheckpoint(folder, keep=9, asynchronous=False), epochs=7)
     assert at.epochs == [*range(7)]
     if rank == 0:
-        whole: list[Any] = [generations.read(path) for path in generations.newest_first(folder)]
+        whole: list[Any] = [format.read(path) for path in format.newest_first(folder)]
         assert [found.about["epoch"] for found in whole] == [7, 5, 3, 1]
-        assert not any(generations.find_damage(found, range(2)) for found in whole)
+        assert not any(format.find_damage(found, range(2)) for found in whole)
         assert len([*folder.iterdir()]) == 8  # nothing is left of the others
 
 
@@ -64,7 +64,7 @@ def damaged_parts() -> None:
 
     fit(ShardedCheckpoint(folder), epochs=2)
     fault()
-    on_root(lambda: flip(generations.parts_of(folder, 2, 2)[1]))
+    on_root(lambda: flip(format.parts_of(folder, 2, 2)[1]))
     at = At()
     fit(at, ShardedCheckpoint(folder), epochs=2)
     assert at.epochs == [1]
@@ -76,7 +76,7 @@ def damaged_parts() -> None:
 
 def roots_die() -> None:
     """The first before the manifest of a generation, the second behind it."""
-    commit = generations.commit
+    commit = format.commit
 
     def commit_and_die(*arguments: Any) -> None:
         if rank != 0:
@@ -84,14 +84,14 @@ def roots_die() -> None:
         if rank < 2:
             die()
 
-    mock.patch.object(generations, "commit", commit_and_die).start()
+    mock.patch.object(format, "commit", commit_and_die).start()
     fit(ShardedCheckpoint(folder), epochs=3)
     if keras_dist.rank() == 0:
-        whole: list[Any] = [generations.read(path) for path in generations.newest_first(folder)]
+        whole: list[Any] = [format.read(path) for path in format.newest_first(folder)]
         assert [found.about["epoch"] for found in whole] == [3, 2]
         assert all(found.about["model"] for found in whole)
         assert [len(found.parts) for found in whole] == [1, 2]
-        assert not any(generations.find_damage(each, range(len(each.parts))) for each in whole)
+        assert not any(format.find_damage(each, range(len(each.parts))) for each in whole)
         assert len([*folder.iterdir()]) == 4
         print("written by", keras_dist.size())
 

@@ -18,7 +18,7 @@ from small_training import (
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import BackupAndRestore
-from keras_dist.storage.versioned_backups import newest_first
+from keras_dist.resume.format import newest_first
 
 pytestmark = pytest.mark.jobs("training")
 
@@ -148,7 +148,7 @@ def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
         fit(BackupAndRestore(directory), model=model)
     assert agreed(str(caught.value))
     assert str(newest_first(directory)[0]) in str(caught.value)
-    assert "Remove the backup to start over" in str(caught.value)
+    assert "remove the checkpoint to start over" in str(caught.value)
     if keras_dist.rank() == 0:
         assert everything_of(model)[: len(before)] == before
 
@@ -158,6 +158,6 @@ def test_a_place_that_cannot_be_written_to_is_an_error_on_every_rank(shared_tmp_
     if keras_dist.rank() == 0:
         taken.write_bytes(b"")
     keras_dist.barrier()
-    with pytest.raises(errors.CheckpointError, match="to write a backup into") as caught:
+    with pytest.raises(errors.CheckpointError, match="to begin a checkpoint in") as caught:
         fit(BackupAndRestore(taken))
     assert agreed(str(caught.value))

@@ -9,6 +9,8 @@ import hashlib
 import json
 import random
 import shutil
+import subprocess
+import sys
 
 import golden
 import keras
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from interrupting import Interrupt, Interrupted
 from small_training import assert_close, weights_of
+from start_jobs import SCRIPTS, lean
 
 import keras_dist
 from keras_dist.training import model_state
@@ -178,3 +181,27 @@ def test_checkpoints_of_each_backend_are_read(backend, unpacked):
     model = make(shard_state=True)
     assert keras_dist.checkpoints.load(model, unpacked(backend) / "checkpoints") == 1
     assert digests(model, seeds=False) == json.loads(STATES.read_text())[backend]["loaded"]
+
+
+@pytest.mark.skipif(keras_dist.size() != 2, reason="two ranks have written the files")
+@pytest.mark.skipif(BACKEND != "torch", reason="it starts fastest")
+def test_a_process_without_mpi_reads_and_exports_files_of_all_versions(shared_tmp_path):
+    folders = [shared_tmp_path / name for name in ["now", "tensorflow", "jax", "torch"]]
+    for kind, make_callback in KINDS.items():
+        with pytest.raises(Interrupted):
+            fit(make_callback(folders[0]), Interrupt(1, 1), shard_state=kind == "checkpoints")
+    keras_dist.barrier()
+    told = None
+    if keras_dist.rank() == 0:
+        for folder in folders[1:]:
+            shutil.unpack_archive(FILES / f"{folder.name}.zip", folder)
+        command = [sys.executable, SCRIPTS / "read_outside.py", *folders]
+        ended = subprocess.run(command, env=lean(), capture_output=True, text=True, timeout=100)
+        told = ended.stdout, ended.stderr
+    out, errors = keras_dist.broadcast_object(told)
+    assert out, errors
+    found, states = json.loads(out.splitlines()[-1]), json.loads(STATES.read_text())
+    for backend in ("tensorflow", "jax", "torch"):
+        wanted = states[backend]["loaded"]
+        assert found[f"{backend} checkpoints"] == found[f"{backend} backup"] == wanted
+    assert found["now backup"] == found["now checkpoints"]

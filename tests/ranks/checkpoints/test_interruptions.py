@@ -25,6 +25,7 @@ from mpi4py import MPI
 
 import keras_dist
 from keras_dist import config
+from keras_dist.resume import format
 
 pytestmark = pytest.mark.jobs("training", "jax-2", "torch-3")
 
@@ -96,10 +97,10 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: len({path.name for _, path in self.files()}) > 1)
     @rule()
     def damage(self):
-        """The newest file is damaged: the one before is used."""
+        """The newest generation is damaged: the one before is used."""
         path = self.files()[0][1]
         for copy in [path, *self.folder.glob(f"*/{path.name}")]:
-            on_root(lambda copy=copy: copy.write_bytes(copy.read_bytes()[:-1]))
+            on_root(lambda copy=copy: cut(format.read(copy).parts[-1]))
 
     @precondition(lambda self: self.way.callback == "memory" and self.files())
     @rule()
@@ -226,6 +227,11 @@ class ExactLife(Life):
 
 
 FOLDER = []  # of the test that runs
+
+
+def cut(path):
+    """Cuts off the last byte of a file."""
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def everywhere(value):

@@ -4,21 +4,22 @@ Each node has its own directory. On one node, tests that lose a node are skipped
 """
 
 import dataclasses
-import errno
 import logging
 import os
 import resource
 import shutil
 import signal
 
-import numpy as np
 import pytest
 
 import keras_dist
 from keras_dist import config, errors, runtime
-from keras_dist.callbacks import BackupAndRestore
-from keras_dist.storage import memory_copies, memory_directory, versioned_backups
-from keras_dist.storage.memory_copies import MemoryCopies
+from keras_dist.resume import format, memory
+from keras_dist.resume.memory import MemoryCopies
+from keras_dist.resume.read import bytes_by_name, newest
+from keras_dist.resume.stores import Store
+from keras_dist.resume.tensor_file import Tensor
+from keras_dist.storage import memory_directory
 
 pytestmark = pytest.mark.jobs("engine", "nodes-2+1")
 
@@ -36,7 +37,7 @@ on_nodes = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(memory_copies, "PIECE_NBYTES", 2**17)
+    monkeypatch.setattr(memory, "PIECE_NBYTES", 2**17)
 
 
 @pytest.fixture
@@ -66,7 +67,14 @@ def copies(job, shared_tmp_path):
 
 
 def save(number):
-    return lambda file: file.write(contents(number))
+    """Returns what a generation is made of: its part, and what its manifest says."""
+    return [Tensor("x", "uint8", memoryview(contents(number)))], {"number": number}
+
+
+def write(copies, number):
+    """Writes a copy of a number."""
+    following = keras_dist.broadcast_object(copies.next_number(), ROOT)
+    return copies.write(following or 1, *save(number))
 
 
 def contents(number):
@@ -74,7 +82,22 @@ def contents(number):
 
 
 def files(shared_tmp_path, node):
-    return sorted((shared_tmp_path / f"node{node}").glob("*/*/*.npz"))
+    """Returns the manifests on a node."""
+    return sorted((shared_tmp_path / f"node{node}").glob("*/*/*.json"))
+
+
+def part_of(path):
+    [part] = format.read(path).parts
+    return part
+
+
+def held(path):
+    return bytes_by_name(part_of(path))["x"].tobytes()
+
+
+def cut(path):
+    """Cuts off the last byte of the part of a generation."""
+    part_of(path).write_bytes(part_of(path).read_bytes()[:-1])
 
 
 def act(work, on=True):
@@ -87,7 +110,7 @@ def act(work, on=True):
 
 def is_found(found, number):
     """Returns whether the root has found the copy of a number, and the others nothing."""
-    mine = found.read_bytes() == contents(number) if keras_dist.rank() == ROOT else found is None
+    mine = held(found) == contents(number) if keras_dist.rank() == ROOT else found is None
     return all(keras_dist.allgather_object(mine))
 
 
@@ -95,14 +118,14 @@ def test_two_generations_lie_on_two_nodes_until_they_are_removed(copies, shared_
     made, found = copies()
     assert found is None
     for number in (1, 2, 3):
-        assert is_found(made.write(save(number)), number)
+        assert is_found(write(made, number), number)
     keras_dist.barrier()
     for node in range(len(NODES)):
-        held = [path.read_bytes() for path in files(shared_tmp_path, node)]
-        assert held == ([contents(2), contents(3)] if node in (ROOTS_NODE, NEIGHBOUR) else [])
+        found = [held(path) for path in files(shared_tmp_path, node)]
+        assert found == ([contents(2), contents(3)] if node in (ROOTS_NODE, NEIGHBOUR) else [])
     made, found = copies()
     assert is_found(found, 3)
-    assert is_found(made.write(save(4)), 4)
+    assert is_found(write(made, 4), 4)
     keras_dist.barrier()
     made.remove()
     keras_dist.barrier()
@@ -112,94 +135,99 @@ def test_two_generations_lie_on_two_nodes_until_they_are_removed(copies, shared_
 @on_nodes
 def test_the_copy_of_a_lost_node_comes_from_its_neighbour(copies, shared_tmp_path):
     made, _ = copies()
-    made.write(save(1))
-    made.write(save(2))
+    write(made, 1)
+    write(made, 2)
     act(lambda: shutil.rmtree(shared_tmp_path / f"node{ROOTS_NODE}"))
     made, found = copies()
     assert is_found(found, 2)
     # The next one is newer on all nodes.
-    made.write(save(3))
+    write(made, 3)
     assert is_found(copies()[1], 3)
 
 
 def test_damaged_copies_are_not_used(copies, shared_tmp_path, caplog):
     made, _ = copies()
-    made.write(save(1))
-    made.write(save(2))
+    write(made, 1)
+    write(made, 2)
 
     def damage():
         for node in range(len(NODES)):
             for path in files(shared_tmp_path, node)[1:]:
-                path.write_bytes(contents(2)[:-1])
+                cut(path)
 
     act(damage)
     with caplog.at_level(logging.WARNING, "keras_dist"):
         assert is_found(copies()[1], 1)
     told = any("the digest does not match" in text for text in caplog.messages)
     assert any(keras_dist.allgather_object(told))
-    act(lambda: [path.write_bytes(b"") for path in shared_tmp_path.glob("*/*/*/*.npz")])
+    act(lambda: [path.write_bytes(b"") for path in shared_tmp_path.glob("*/*/*/*.json")])
     assert copies()[1] is None
 
 
 @on_nodes
 def test_a_copy_that_the_source_cannot_read_is_given_up(copies, shared_tmp_path, caplog):
     made, _ = copies()
-    made.write(save(1))
+    write(made, 1)
     target = NODES[NEIGHBOUR][0]
-    lost, shorter = "00000002-" + 32 * "0" + ".npz", files(shared_tmp_path, ROOTS_NODE)[0].name
+    lost = "00000002-" + 32 * "0" + ".json"
     with caplog.at_level(logging.WARNING, "keras_dist"):
-        for name, nbytes in [(lost, SIZE), (shorter, 2 * SIZE)]:
-            assert made._move((name, nbytes), ROOT, target) is None
-    told = any("cannot read" in text for text in caplog.messages)
-    assert keras_dist.allgather_object(told)[target]
+        assert made._move(lost, ROOT, target) is None
+    told = any("No such file" in text for text in caplog.messages)
+    assert keras_dist.allgather_object(told)[ROOT]
     assert len(files(shared_tmp_path, NEIGHBOUR)) == 1
 
 
 @on_nodes
 def test_another_copy_is_found_if_the_newest_arrives_damaged(copies, shared_tmp_path, monkeypatch):
     made, _ = copies()
-    made.write(save(1))
-    made.write(save(2))
+    write(made, 1)
+    write(made, 2)
 
     def damage():
         files(shared_tmp_path, ROOTS_NODE)[1].unlink()
-        files(shared_tmp_path, NEIGHBOUR)[1].write_bytes(contents(2)[:-1])
+        cut(files(shared_tmp_path, NEIGHBOUR)[1])
 
     act(damage)
-    monkeypatch.setattr(versioned_backups, "is_intact", lambda path: True)
+    monkeypatch.setattr(memory, "is_intact", lambda path: True)
     assert is_found(copies()[1], 1)
 
 
 @on_nodes
 def test_a_copy_that_the_root_cannot_store_is_an_error(copies, shared_tmp_path):
     made, _ = copies()
-    made.write(save(1))
+    write(made, 1)
     act(lambda: shutil.rmtree(shared_tmp_path / f"node{ROOTS_NODE}"))
-    backup = BackupAndRestore(shared_tmp_path / "backup", root_rank=ROOT, memory=True)
+    store = Store(shared_tmp_path / "backup", ROOT, by_all=False, memory=True)
     with (
         pytest.raises(errors.CheckpointError, match="which could not be stored here"),
         limited_files(keras_dist.rank() == ROOT),
     ):
-        backup.before_training([])
+        store.find()
     assert is_found(copies()[1], 1)
 
 
 @on_nodes
 def test_a_copy_that_arrives_damaged_is_removed(copies, shared_tmp_path):
     made, _ = copies()
-    made.write(save(1))
-    (path,) = files(shared_tmp_path, ROOTS_NODE)
-    other = path.with_name("00000002-" + 32 * "0" + ".npz")
-    act(lambda: path.rename(other))
-    target = NODES[NEIGHBOUR][0]
-    assert made._move((other.name, SIZE), ROOT, target) is None
+    write(made, 1)
+    write(made, 2)
+    first, second = files(shared_tmp_path, ROOTS_NODE)
+
+    def lose_the_second():
+        cut(second)
+        files(shared_tmp_path, NEIGHBOUR)[1].unlink()
+
+    act(lose_the_second)
+    assert made._move(second.name, ROOT, NODES[NEIGHBOUR][0]) is None
     keras_dist.barrier()
-    assert [path.name for path in files(shared_tmp_path, NEIGHBOUR)] == [path.name]
+    assert [path.name for path in files(shared_tmp_path, NEIGHBOUR)] == [first.name]
+    left = [*(shared_tmp_path / f"node{NEIGHBOUR}").glob("*/*/*/")]
+    assert [int(folder.name) for folder in left] == [format.number_of(first)]
 
 
 def test_copies_of_other_jobs_and_backups_are_not_used(copies, job):
     made, _ = copies()
-    made.write(save(1))
+    write(made, 1)
     assert copies("another")[1] is None
     job("two")
     assert copies()[1] is None
@@ -209,11 +237,11 @@ def test_copies_of_other_jobs_and_backups_are_not_used(copies, job):
 
 def test_copies_that_other_users_can_access_are_not_used(copies, shared_tmp_path, caplog):
     made, _ = copies()
-    made.write(save(1))
+    write(made, 1)
     act(lambda: [path.chmod(0o777) for path in shared_tmp_path.glob("node*/*")])
     with caplog.at_level(logging.WARNING, "keras_dist"):
         made, found = copies()
-        assert found is None and made.write(save(2)) is None
+        assert found is None and write(made, 2) is None
     told = any("that only this user can access" in text for text in caplog.messages)
     assert any(keras_dist.allgather_object(told))
 
@@ -223,7 +251,7 @@ def test_old_copies_of_other_jobs_are_removed(copies, job, shared_tmp_path):
     for number, name in enumerate(["ended", "lives", "requeued"], 1):
         job(name)
         made[name], _ = copies()
-        made[name].write(save(number))
+        write(made[name], number)
     act(lambda: [os.utime(path, (0, 0)) for path in shared_tmp_path.glob("*/*/*")])
     made["lives"].touch()
     # Another backup of the same job leaves the first one.
@@ -238,35 +266,31 @@ def test_old_copies_of_other_jobs_are_removed(copies, job, shared_tmp_path):
 def test_a_copy_of_an_earlier_fit_is_not_the_newest(copies, shared_tmp_path):
     made, _ = copies()
     for number in (1, 2, 3):
-        made.write(save(number))
+        write(made, number)
     away, place = shared_tmp_path / "away", shared_tmp_path / f"node{NEIGHBOUR}"
     act(lambda: shutil.copytree(place, away))
     made.remove()
-    copies()[0].write(save(4))
-    path = max(away.glob("*/*/*.npz"))
-    act(lambda: shutil.copy(path, place / path.relative_to(away)))
+    write(copies()[0], 4)
+    act(lambda: shutil.copytree(away, place, dirs_exist_ok=True))
     assert is_found(copies()[1], 4)
 
 
-def test_a_disk_that_fails_does_not_prevent_copies(copies, monkeypatch):
-    made, _ = copies()
-    found = versioned_backups.newest_first
-
-    def newest_first(directory, *arguments):
-        if directory.name == "backup":
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return found(directory, *arguments)
-
-    monkeypatch.setattr(versioned_backups, "newest_first", newest_first)
-    assert is_found(made.write(save(1)), 1)
+def test_copies_are_newer_than_what_is_on_the_disk(copies, shared_tmp_path):
+    later = 2**62
+    act(lambda: format.write(shared_tmp_path / "backup", *save(1), number=later))
+    store = Store(shared_tmp_path / "backup", ROOT, by_all=False, memory=True)
+    assert store.find()
+    write(store._copies, 2)
+    assert is_found(copies()[1], 2)
+    assert all(format.number_of(path) > later for path in files(shared_tmp_path, ROOTS_NODE))
 
 
 @pytest.mark.parametrize("node", [ROOTS_NODE, NEIGHBOUR] if len(NODES) > 1 else [ROOTS_NODE])
 def test_a_full_memory_is_a_warning(node, copies, caplog):
     made, _ = copies()
-    made.write(save(1))
+    write(made, 1)
     with caplog.at_level(logging.WARNING, "keras_dist"), limited_files(node == NODE):
-        written = made.write(save(2))
+        written = write(made, 2)
     full = node == ROOTS_NODE
     assert written is None if full else is_found(written, 2)
     told = any("File too large" in text for text in caplog.messages)
@@ -295,27 +319,21 @@ def test_without_the_id_of_a_job_backups_are_on_disk_only(copies, job, caplog):
     job("")
     with caplog.at_level(logging.WARNING, "keras_dist"):
         made, found = copies()
-    assert found is None and made.write(save(1)) is None
+    assert found is None and write(made, 1) is None
     told = any("KERAS_DIST_JOB_ID" in text for text in caplog.messages)
     assert keras_dist.allgather_object(told) == [rank == ROOT for rank in range(ROOT + 1)]
 
 
-def test_a_copy_that_cannot_be_opened_is_written_to_disk_from_the_arrays(tmp_path, monkeypatch):
-    backup = BackupAndRestore(tmp_path / "backup", memory=True)
-    monkeypatch.setattr(backup, "_copy", tmp_path / "removed.npz")
-    monkeypatch.setattr(backup, "_arrays", lambda: {"x": np.arange(3)})
-    with (tmp_path / "file.npz").open("wb") as file:
-        backup._save(file)
-    with np.load(tmp_path / "file.npz") as found:
-        assert found["x"].tolist() == [0, 1, 2]
-
-
-def test_a_newer_backup_on_disk_is_read_instead(tmp_path):
+def test_a_newer_generation_on_disk_is_read_instead(tmp_path):
     copy, *on_disk = [
-        versioned_backups.add(tmp_path / place, save(number), None, number=number)
+        format.write(tmp_path / place, *save(number), number=number)
         for place, number in [("memory", 2), ("disk", 1), ("disk", 2), ("disk", 3)]
     ]
-    assert versioned_backups.newest_intact(tmp_path / "disk", copy) == on_disk[2]
+
+    def found(place):
+        return newest(tmp_path / place, copy).generation.path
+
+    assert found("disk") == on_disk[2]
     on_disk[2].write_bytes(b"damaged")
-    assert versioned_backups.newest_intact(tmp_path / "disk", copy) == copy
-    assert versioned_backups.newest_intact(tmp_path / "none", copy) == copy
+    assert found("disk") == copy
+    assert found("none") == copy

@@ -12,9 +12,9 @@ from small_training import CLASSES, FEATURES, agreed, compiled, make_data
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import ShardedCheckpoint
-from keras_dist.checkpoints.pieces import SEED, pieces_of_rank
-from keras_dist.checkpoints.reading import Arrays
-from keras_dist.storage import generations, tensor_file
+from keras_dist.resume import format, tensor_file
+from keras_dist.resume.pieces import pieces_of_rank
+from keras_dist.resume.read import Contents
 from keras_dist.training import model_state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value
@@ -69,7 +69,7 @@ def test_ranks_write_equal_shares_and_old_generations_go(directory):
     keras_dist.barrier()
     found = sorted(path.name for path in directory.iterdir())
     assert len(found) == 4 and found[0] == "00000002" and found[2] == "00000003"
-    parts = generations.parts_of(directory, 3, keras_dist.size())
+    parts = format.parts_of(directory, 3, keras_dist.size())
     assert len(parts) == keras_dist.size()
     assert len([*(directory / "00000003").iterdir()]) == keras_dist.size()
     sizes = [sum(each.nbytes for each in numbers_of(path).values()) for path in parts]
@@ -136,7 +136,7 @@ def test_training_changes_nothing_in_a_checkpoint_that_is_being_written(director
     with pytest.raises(Interrupted):
         checkpoint = ShardedCheckpoint(directory)
         fit(model, checkpoint, hold, Interrupt(1, 2), epochs=2)
-    checkpoint._settle()
+    checkpoint._store.settle()
     assert hold.waited == [True]
     keras_dist.checkpoints.load(model, directory)
     assert everything_of(model) == everything_of(expected)
@@ -202,16 +202,13 @@ def test_a_failure_after_the_manifest_loses_nothing(directory, monkeypatch, capl
 def test_arrays_that_one_rank_cannot_read_are_an_error_on_every_rank(directory, monkeypatch):
     fit(make(), ShardedCheckpoint(directory))
     keras_dist.barrier()
-    read = Arrays.__getitem__
 
-    def read_or_fail(arrays, name):
-        if not name.startswith(SEED):
-            raise OSError(116, "Stale file handle")
-        return read(arrays, name)
+    def fail(contents):
+        raise OSError(116, "Stale file handle")
 
     last = keras_dist.size() - 1
     if keras_dist.rank() == last:
-        monkeypatch.setattr(Arrays, "__getitem__", read_or_fail)
+        monkeypatch.setattr(Contents, "others", fail)
     with pytest.raises(errors.CheckpointError, match="Stale file handle") as caught:
         fit(make(), ShardedCheckpoint(directory))
     assert agreed(str(caught.value)) and f"[rank {last} of" in str(caught.value)
@@ -234,17 +231,17 @@ def flip(path):
 def test_damaged_generations_are_skipped_and_named(directory, caplog):
     model = make()
     fit(model, ShardedCheckpoint(directory), epochs=2)
-    last = generations.parts_of(directory, 2, keras_dist.size())[-1]
+    last = format.parts_of(directory, 2, keras_dist.size())[-1]
     on_root(lambda: flip(last))
     caplog.clear()
     assert keras_dist.checkpoints.load(make(), directory) == 1
     said = [text for text in caplog.messages if "a checkpoint is damaged" in text]
     assert len(said) == (keras_dist.rank() == 0)
     assert all(str(last) in text and "SHA-256" in text and "00000001-" in text for text in said)
-    on_root(lambda: flip(generations.newest_first(directory)[1]))
+    on_root(lambda: flip(format.newest_first(directory)[1]))
     with pytest.raises(errors.CheckpointError, match="the digest does not match") as caught:
         keras_dist.checkpoints.load(make(), directory)
-    assert agreed(str(caught.value).partition("]")[2]) and generations.REMEDY in str(caught.value)
+    assert agreed(str(caught.value).partition("]")[2]) and format.REMEDY in str(caught.value)
     with pytest.raises(errors.CheckpointError, match="a whole generation"):
         keras_dist.checkpoints.load(make(), directory / "nothing")
 
@@ -270,7 +267,7 @@ def test_replicas_that_differ_are_not_written(directory):
     with pytest.raises(errors.MismatchError, match="kernel"):
         fit(make(shard_state=False), Change(), ShardedCheckpoint(directory))
     keras_dist.barrier()
-    assert generations.newest_first(directory) == []
+    assert format.newest_first(directory) == []
 
 
 def test_local_variables_are_those_of_the_root(directory):
@@ -304,9 +301,9 @@ def test_pieces_cover_each_element_once(size):
         keras.Variable(value, dtype=kind, trainable=False)
         for value, kind in zip(values, kinds, strict=True)
     ]
-    local = variables[2]
+    equal = {id(variable) for variable in variables[:2] + variables[3:]}  # one is local
     seen = {index: [] for index in range(len(variables))}
     for rank in range(size):
-        for piece in pieces_of_rank(variables, rank, size, lambda v: v is not local, rank == 0):
+        for piece in pieces_of_rank(variables, rank, size, equal, rank == 0):
             seen[piece.index] += range(piece.low, piece.high)
     assert [sorted(seen[i]) for i in seen] == [[*range(5)], [], [*range(12)], [0]]

@@ -1,5 +1,7 @@
 """Elastic states without a failure."""
 
+import hashlib
+import json
 import os
 import threading
 
@@ -9,6 +11,7 @@ import pytest
 
 import keras_dist
 from keras_dist import elastic, errors
+from keras_dist.training import built_optimizers, model_state
 from keras_dist.training.model_state import accumulators
 
 pytestmark = pytest.mark.jobs("training")
@@ -53,6 +56,29 @@ def test_a_keras_state_is_synchronised_and_restored():
     model.fit(x, x[:, :1], verbose=0)
     state.restore()
     assert all((a == b).all() for a, b in zip(values_of(model), committed, strict=True))
+
+
+def test_a_directory_of_earlier_versions_is_read(shared_tmp_path):
+    model, folder = model_of(seed=0), shared_tmp_path / "state"
+    model.optimizer.build(model.trainable_variables)
+    variables = elastic.KerasState(model)._variables()
+    if RANK == 0:
+        arrays = {str(at): model_state.bytes_of(value) for at, value in enumerate(variables)}
+        arrays["optimizers"] = np.array(json.dumps(built_optimizers.describe(model)))
+        folder.mkdir()
+        np.savez(folder / "new.npz", about=np.array(json.dumps({"epoch": 7})), **arrays)
+        digest = hashlib.blake2b((folder / "new.npz").read_bytes(), digest_size=16).hexdigest()
+        (folder / "new.npz").rename(folder / f"00000009-{digest}.npz")
+    keras_dist.barrier()
+    other = model_of(seed=1)
+    found = elastic.KerasState(other, directory=folder, epoch=0)
+    found.sync()
+    assert found.epoch == 7
+    assert all((a == b).all() for a, b in zip(values_of(other), values_of(model), strict=True))
+    found.commit()
+    keras_dist.barrier()
+    names = sorted(path.name[:8] for path in folder.iterdir())
+    assert names == ["00000009", "00000010", "00000010"]  # the former one is the one before
 
 
 def test_a_keras_state_is_found_in_its_directory(shared_tmp_path):

@@ -360,7 +360,7 @@ def test_an_elastic_state_restores_what_layers_computed_with():
 
 def test_a_file_without_layers_derives_constants(shared_tmp_path, monkeypatch):
     model = normalizing()
-    monkeypatch.setattr("keras_dist.training.model_arrays.write_layers", lambda model: {})
+    monkeypatch.setattr("keras_dist.resume.variables.write_layers", lambda model: {})
     fit(model, keras_dist.callbacks.ShardedCheckpoint(shared_tmp_path))
     restored = normalizing(adapts_on=-1)
     keras_dist.checkpoints.load(restored, shared_tmp_path)

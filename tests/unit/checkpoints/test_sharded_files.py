@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from keras_dist import errors
-from keras_dist.checkpoints import writer as writer_module
-from keras_dist.checkpoints.choosing import newest
-from keras_dist.checkpoints.reading import Arrays, Contents
-from keras_dist.checkpoints.writer import Writer
-from keras_dist.storage import generations, tensor_file
-from keras_dist.storage.tensor_file import Tensor
+from keras_dist.launch.cli import main
+from keras_dist.resume import format, tensor_file
+from keras_dist.resume import write as writer_module
+from keras_dist.resume.read import newest
+from keras_dist.resume.tensor_file import Tensor
+from keras_dist.resume.write import Writer
 
 
 def tensor(name, values):
@@ -71,24 +71,24 @@ def test_errors_name_the_file(tmp_path):
 
 
 def write(directory, keep=2, parts=2):
-    number = generations.begin(directory)
+    number = format.begin(directory)
     for rank in range(parts):
-        generations.write_part(directory, number, rank, 2, [tensor("0:0", np.full(9, number))])
+        format.write_part(directory, number, rank, 2, [tensor("0:0", np.full(9, number))])
     if parts == 2:
-        found = generations.parts_of(directory, number, 2)
-        generations.commit(directory, number, found, {"epoch": number}, keep)
+        found = format.parts_of(directory, number, 2)
+        format.commit(directory, number, found, {"epoch": number}, keep)
     return number
 
 
 def test_generations_are_kept_until_newer_ones_are_whole(tmp_path):
     directory = tmp_path / "made"
     assert [write(directory) for _ in range(3)] == [1, 2, 3]
-    assert [generations.read(p).about["epoch"] for p in generations.newest_first(directory)] == [
+    assert [format.read(p).about["epoch"] for p in format.newest_first(directory)] == [
         3,
         2,
     ]
     assert write(directory, parts=1) == 4  # of a job that was killed
-    assert [generations.read(p).about["epoch"] for p in generations.newest_first(directory)] == [
+    assert [format.read(p).about["epoch"] for p in format.newest_first(directory)] == [
         3,
         2,
     ]
@@ -99,9 +99,9 @@ def test_generations_are_kept_until_newer_ones_are_whole(tmp_path):
 
 def test_the_generation_that_was_read_is_kept_and_damaged_ones_go(tmp_path):
     assert [write(tmp_path, keep=3) for _ in range(3)] == [1, 2, 3]
-    number = generations.begin(tmp_path)  # training resumed from 1: the others are damaged
-    generations.commit(tmp_path, number, [], {}, keep=2, previous=1)
-    kept = [int(path.name[:8]) for path in generations.newest_first(tmp_path)]
+    number = format.begin(tmp_path)  # training resumed from 1: the others are damaged
+    format.commit(tmp_path, number, [], {}, keep=2, previous=1)
+    kept = [int(path.name[:8]) for path in format.newest_first(tmp_path)]
     assert kept == [4, 1]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
         "00000001",
@@ -111,20 +111,20 @@ def test_the_generation_that_was_read_is_kept_and_damaged_ones_go(tmp_path):
 
 def test_a_committed_generation_is_not_discarded(tmp_path, monkeypatch):
     write(tmp_path)
-    generations.discard(tmp_path, 1)
-    [path] = generations.newest_first(tmp_path)
-    assert generations.find_damage(generations.read(path), range(2)) == []
+    format.discard(tmp_path, 1)
+    [path] = format.newest_first(tmp_path)
+    assert format.find_damage(format.read(path), range(2)) == []
     assert write(tmp_path, parts=1) == 2
     with monkeypatch.context() as patch:
         patch.setattr(pathlib.Path, "iterdir", lambda path: os.listdir(path / "missing"))
-        generations.discard(tmp_path, 2)  # whether there is a manifest cannot be seen
+        format.discard(tmp_path, 2)  # whether there is a manifest cannot be seen
     assert (tmp_path / "00000002").exists()
-    generations.discard(tmp_path, 2)
+    format.discard(tmp_path, 2)
     assert not (tmp_path / "00000002").exists()
 
 
 def test_a_failure_after_the_manifest_leaves_a_whole_generation(tmp_path, monkeypatch):
-    writer, flush, flushed = Writer(tmp_path, keep=2), os.fsync, []
+    flush, flushed = os.fsync, []
 
     def flush_or_fail(handle):
         flushed.append(handle)
@@ -133,20 +133,20 @@ def test_a_failure_after_the_manifest_leaves_a_whole_generation(tmp_path, monkey
         flush(handle)
 
     monkeypatch.setattr(os, "fsync", flush_or_fail)
-    writer.start(generations.begin(tmp_path), (0, 1), [tensor("0:0", np.zeros(9))], {"epoch": 1})
+    number = format.begin(tmp_path)
+    writer = Writer(tmp_path, number, (0, 1), [tensor("0:0", np.zeros(9))], {"epoch": 1}, keep=2)
     assert writer.wait_for_part() is None
     assert writer.finish(are_whole=True).errno == errno.EIO
     assert writer.is_whole()
     writer.discard()
-    [path] = generations.newest_first(tmp_path)
-    assert generations.find_damage(generations.read(path), range(1)) == []
+    [path] = format.newest_first(tmp_path)
+    assert format.find_damage(format.read(path), range(1)) == []
 
 
 def test_a_writer_whose_fit_has_ended_gives_up_and_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(writer_module, "VISIBLE_SECONDS", 0.1)
-    writer = Writer(tmp_path, keep=2)
-    arguments = generations.begin(tmp_path), (0, 2), [tensor("0:0", np.zeros(9))], {}
-    fit = threading.Thread(target=writer.start, args=arguments)  # not the main thread
+    arguments = tmp_path, format.begin(tmp_path), (0, 2), [tensor("0:0", np.zeros(9))], {}, 2
+    fit = threading.Thread(target=Writer, args=arguments)  # not the main thread
     fit.start()
     fit.join()
     for thread in threading.enumerate():
@@ -159,48 +159,83 @@ def test_a_writer_whose_fit_has_ended_gives_up_and_says_so(tmp_path, monkeypatch
 
 def test_a_listing_that_has_changed_is_looked_at_again(tmp_path, monkeypatch):
     write(tmp_path, keep=1)
-    find = generations.find_damage
+    find = format.find_damage
 
-    def find_behind_training(found, ranks):
-        monkeypatch.setattr(generations, "find_damage", find)
+    def find_behind_training(found, ranks=None):
+        monkeypatch.setattr(format, "find_damage", find)
         assert write(tmp_path, keep=1) == 2  # which removes the first one
         return find(found, ranks)
 
-    monkeypatch.setattr(generations, "find_damage", find_behind_training)
+    monkeypatch.setattr(format, "find_damage", find_behind_training)
     assert newest(tmp_path).generation.about["epoch"] == 2
-    [path] = generations.newest_first(tmp_path)
-    generations.read(path).parts[0].unlink()
+    [path] = format.newest_first(tmp_path)
+    format.read(path).parts[0].unlink()
     with pytest.raises(errors.CheckpointError, match="No such file"):
         newest(tmp_path)
 
 
-def test_names_of_arrays_are_found_without_reading(tmp_path):
-    arrays = Arrays(Contents(None, {}, {"seed": None}))
-    assert "seed" in arrays and "other" not in arrays
-
-
 def test_a_manifest_of_another_version_is_refused(tmp_path):
     write(tmp_path)
-    [path] = generations.newest_first(tmp_path)
-    text = path.read_text().replace(generations.FORMAT, "another format")
+    [path] = format.newest_first(tmp_path)
+    text = path.read_text().replace(format.FORMAT, "another format")
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     other = tmp_path / f"00000002-{digest}.json"
     other.write_text(text)
     with pytest.raises(ValueError, match="another format"):
-        generations.read(other)
+        format.read(other)
 
 
 def test_what_is_damaged_is_found(tmp_path):
     write(tmp_path)
-    [path] = generations.newest_first(tmp_path)
-    found = generations.read(path)
-    assert generations.find_damage(found, range(2)) == []
+    [path] = format.newest_first(tmp_path)
+    found = format.read(path)
+    assert format.find_damage(found, range(2)) == []
     content = bytearray(found.parts[1].read_bytes())
     content[-1] ^= 1
     found.parts[1].write_bytes(content)
     found.parts[0].unlink()
-    missing, other = generations.find_damage(found, range(2))
+    missing, other = format.find_damage(found, range(2))
     assert str(found.parts[0]) in missing and "No such file" in missing
     assert str(found.parts[1]) in other and found.digests[1] in other
     path.write_bytes(path.read_bytes() + b" ")
-    assert generations.read(path) is None
+    assert format.read(path) is None
+
+
+def test_the_command_lists_generations_and_names_damaged_parts(tmp_path, capsys):
+    format.write(tmp_path, [tensor("0:0", np.zeros(3))], {"epoch": None})  # an elastic state
+    about = {"epoch": 2, "step": 5, "ranks": 2}
+    for _ in range(2):
+        number = format.begin(tmp_path)
+        parts = [
+            format.write_part(tmp_path, number, rank, 2, [tensor("0:0", np.zeros(2**16))])
+            for rank in range(2)
+        ]
+        format.commit(tmp_path, number, parts, about, keep=3)
+    parts[1].unlink()
+    assert main(["checkpoint", str(tmp_path)]) == 0
+    head, third, second, first = capsys.readouterr().out.splitlines()
+    assert head.split() == ["generation", "epoch", "step", "ranks", "parts", "MiB", "state"]
+    assert third.split()[:6] == ["00000003", "2", "5", "2", "2", "0.50"]
+    assert f"damaged: {parts[1]}: No such file" in third
+    assert second.split() == ["00000002", "2", "5", "2", "2", "1.00", "whole"]
+    assert first.split() == ["00000001", "None", "-", "-", "1", "0.00", "whole"]
+    for path in tmp_path.glob("*.json"):
+        path.write_bytes(b"{}")
+    assert main(["checkpoint", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert told.out.count("damaged: ") == 3 and "has no undamaged generation" in told.err
+    assert main(["checkpoint", str(tmp_path / "nothing")]) == 1
+    assert "has no generation" in capsys.readouterr().err
+
+
+def test_a_copy_of_a_generation_has_the_same_names_and_bytes(tmp_path):
+    for number in (3, 4):
+        path = format.write(tmp_path / "a", [tensor("0:0", np.arange(9))], {}, number=number)
+        blocks = [path.read_bytes(), *(part.read_bytes() for part in format.read(path).parts)]
+        copy = format.write_copy(tmp_path / "b", path.name, blocks)
+        assert copy.name == path.name and copy.read_bytes() == blocks[0]
+        assert format.find_damage(format.read(copy)) == []
+    for wrong in ([b"{}", blocks[1]], [blocks[0], blocks[1][:-1]], []):
+        with pytest.raises(OSError, match="arrived damaged"):
+            format.write_copy(tmp_path / "c", path.name, wrong)
+    assert [*(tmp_path / "c").iterdir()] == []

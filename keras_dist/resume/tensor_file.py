@@ -9,29 +9,18 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 CHUNK_NBYTES = 1 << 23
 ALIGNMENT = 8  # of the first array
 # By the names of dtypes in Keras; arrays of others are stored as bytes.
-CODES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+CODES = dict(
+    pair.split("=")
+    for pair in "bool=BOOL uint8=U8 int8=I8 uint16=U16 int16=I16 float16=F16 bfloat16=BF16 "
+    "uint32=U32 int32=I32 float32=F32 uint64=U64 int64=I64 float64=F64 float8_e4m3fn=F8_E4M3 "
+    "float8_e5m2=F8_E5M2".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +46,24 @@ class Entry:
 
 def write(path: pathlib.Path, tensors: Sequence[Tensor], about: dict[str, str]) -> str:
     """Writes a new file and returns its digest."""
+    return write_blocks(path, [_header(tensors, about), *(each.data for each in tensors)])
+
+
+def write_blocks(path: pathlib.Path, blocks: Iterable[bytes | memoryview]) -> str:
+    """Writes blocks of bytes as a new file and returns its digest."""
     found = hashlib.sha256()
     try:
         with path.open("xb", buffering=0) as file:
-            for data in (memoryview(_header(tensors, about)), *(each.data for each in tensors)):
+            for block in blocks:
+                data = memoryview(block)
                 for low in range(0, len(data), CHUNK_NBYTES):
                     chunk = data[low : low + CHUNK_NBYTES]
                     found.update(chunk)
                     while chunk:
                         chunk = chunk[os.write(file.fileno(), chunk) :]
     except OSError as error:
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     return found.hexdigest()
 

@@ -1,22 +1,25 @@
-"""Copies of backups in the memory of the root's node and of the next node.
+"""Copies of generations in the memory of the root's node and of the next node.
 
-A copy is the file of a backup, in a memory file system. It survives the ranks of the job: a
+A copy is a generation of one part in a memory file system. It survives the ranks of the job: a
 restarted job finds it on any node that is left, and no disk is read. Copies that cannot be written
-or read cause a warning, and the backup on disk remains.
+or read cause a warning, and the generation on disk remains.
 """
 
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from keras_dist import _engine, config, errors, runtime
-from keras_dist.storage import memory_directory, versioned_backups
+from keras_dist.resume import format
+from keras_dist.resume.format import number_of
+from keras_dist.resume.tensor_file import Tensor
+from keras_dist.storage import memory_directory
 from keras_dist.storage.root_action import on_root
 
 PIECE_NBYTES = 2**26  # sent at once, so that ranks need no memory besides the copy
@@ -24,8 +27,6 @@ REMEDY = "Backups on disk are not affected."
 FAILURES = (OSError, errors.ArgumentError, errors.RankLostError)
 
 Value = TypeVar("Value")
-Save = Callable[[BinaryIO], None]
-Copy = tuple[str, int]  # name and number of bytes
 
 _log = logging.getLogger("keras_dist")
 
@@ -36,7 +37,7 @@ class MemoryCopies:
     def __init__(self, backup_dir: Path, root_rank: int, wanted: bool = True):
         self._backup_dir, self._root_rank, self._wanted = backup_dir, root_rank, wanted
         self._name = ""  # of the directory on each node; empty: no copies
-        self._number = 0  # of the newest backup
+        self.number = 0  # of the newest generation
         self._intact: Path | None = None  # on this node: the newest copy known intact
         self._lost = ""  # names of copies that could not be brought to the root
 
@@ -49,23 +50,23 @@ class MemoryCopies:
         if not self._name:
             return None
         self._lost, self._intact = "", self._newest() if self._is_keeper() else None
-        mine = None if self._intact is None else _copy_of(self._intact)
+        mine = None if self._intact is None else self._intact.name
         found = _engine.collectives.allgather_object(
             runtime.communicator(), mine, operation="the copies of backups in memory"
         )
-        copies = {rank: copy for rank, copy in enumerate(found) if copy is not None}
+        copies = {rank: name for rank, name in enumerate(found) if name is not None}
 
         def age(rank: int) -> tuple[int, bool]:
-            return -_number_of(copies[rank]), rank != self._root_rank
+            return -number_of(Path(copies[rank])), rank != self._root_rank
 
         for holder in sorted(copies, key=age):
-            copy, path = copies[holder], self._intact
+            name, path = copies[holder], self._intact
             if holder != self._root_rank:
-                path = self._move(copy, holder, self._root_rank)
+                path = self._move(name, holder, self._root_rank)
             if self._on_root(functools.partial(bool, path)):
-                self._number = _number_of(copy)
+                self.number = number_of(Path(name))
                 return path if runtime.rank() == self._root_rank else None
-        self._lost = ", ".join(sorted({name for name, _ in copies.values()}))
+        self._lost = ", ".join(sorted(set(copies.values())))
         return None
 
     def check_not_lost(self) -> None:
@@ -85,7 +86,15 @@ class MemoryCopies:
         if self._name and self._is_keeper():
             self._directory()
 
-    def write(self, save: Save) -> Path | None:
+    def next_number(self) -> int | None:
+        """Returns the number of a new generation, on the root; `None` without copies.
+
+        These are nanoseconds since 1970: a copy of an earlier fit, on a node that was away when
+        that fit ended, never is the newest.
+        """
+        return max(1 + self.number, time.time_ns()) if self._name else None
+
+    def write(self, number: int, tensors: Sequence[Tensor], about: dict[str, Any]) -> Path | None:
         """Writes a copy on the root's node and on the next one.
 
         Returns:
@@ -93,42 +102,31 @@ class MemoryCopies:
         """
         if not self._name:
             return None
+        self.number = number
 
-        def add() -> tuple[int, Copy | None]:
-            number = self._next_number()
-            path = self._add(save, number)
-            self._intact = path or self._intact
-            return number, None if path is None else _copy_of(path)
+        def write(directory: Path) -> Path:
+            return format.write(directory, tensors, about, self._previous(), number)
 
-        self._number, copy = self._on_root(add)
-        if copy is None:
+        def add() -> str | None:
+            path = self._add(write)
+            return None if path is None else path.name
+
+        name = self._on_root(add)
+        if name is None:
             return None
         nodes = runtime.communicator().topology.nodes
         own = next(at for at, node in enumerate(nodes) if self._root_rank in node)
         if len(nodes) > 1:
-            self._move(copy, self._root_rank, nodes[(own + 1) % len(nodes)][0])
+            self._move(name, self._root_rank, nodes[(own + 1) % len(nodes)][0])
         return self._intact if runtime.rank() == self._root_rank else None
-
-    def number(self) -> int | None:
-        """Returns the number of the newest backup; `None` without copies."""
-        return self._number if self._name else None
 
     def remove(self) -> None:
         """Removes the copies from all nodes. Not collective: each node removes its own."""
         if self._name and self._is_keeper():
             memory_directory.remove(self._name)
 
-    def _next_number(self) -> int:
-        """Returns the number of the next backup: nanoseconds since 1970, or more than the last.
-
-        A copy of an earlier fit, on a node that was away when that fit ended, never is the newest.
-        """
-        try:
-            on_disk = versioned_backups.newest_first(self._backup_dir)
-        except OSError:  # the write to disk fails as well, which is logged
-            on_disk = []
-        known = max([self._number, *map(versioned_backups.number_of, on_disk[:1])])
-        return max(1 + known, time.time_ns())
+    def _previous(self) -> int | None:
+        return None if self._intact is None else number_of(self._intact)
 
     def _choose_name(self) -> str:
         job_id = config.settings().job_id
@@ -159,8 +157,8 @@ class MemoryCopies:
         """Returns the newest intact copy on this node."""
         directory = self._directory()
         memory_directory.remove_old(self._name)
-        for path in versioned_backups.newest_first(directory) if directory else []:
-            if versioned_backups.is_intact(path):
+        for path in format.newest_first(directory) if directory else []:
+            if is_intact(path):
                 return path
             _log.warning(
                 "%s on %s is damaged: the digest does not match. Training resumes from another "
@@ -170,47 +168,48 @@ class MemoryCopies:
             )
         return None
 
-    def _add(self, save: Save, number: int) -> Path | None:
+    def _add(self, write: Callable[[Path], Path]) -> Path | None:
         """Writes a copy on this node; logs a warning if it cannot be written."""
         directory = self._directory()
         if directory is None:
             return None
         try:
-            return versioned_backups.add(directory, save, self._intact, number=number)
+            self._intact = write(directory)
         except FAILURES as error:
             _warn(f"to write a backup into {directory}", error)
             return None
+        return self._intact
 
-    def _move(self, copy: Copy, source: int, target: int) -> Path | None:
+    def _move(self, name: str, source: int, target: int) -> Path | None:
         """Sends a copy from a rank to another, which keeps it; returns its path there."""
         comm = runtime.communicator()
         if comm.rank == source:
-            self._send(comm, copy, target)
+            self._send(comm, name, target)
         if comm.rank != target:
             return None
-        receiver = _Receiver(comm, copy, source)
-        path = self._add(receiver.save, _number_of(copy))
-        receiver.finish()
-        if path is not None and path.name != copy[0]:  # the name contains the digest
-            path.unlink(missing_ok=True)
-            _log.warning("%s arrived damaged on %s.", copy[0], os.uname().nodename)
-            path = None
-        self._intact = path or self._intact
+        blocks = _received(comm, name, source)
+
+        def write(directory: Path) -> Path:
+            return format.write_copy(directory, name, blocks, self._previous())
+
+        path = self._add(write)
+        try:
+            for _ in blocks:  # all of it is received, even if it cannot be written
+                pass
+        except FAILURES as error:
+            _warn(f"to receive a backup from rank {source}", error)
         return path
 
-    def _send(self, comm: _engine.Communicator, copy: Copy, target: int) -> None:
-        """Sends a copy in pieces; an empty piece if it cannot be read."""
-        name, nbytes = copy
+    def _send(self, comm: _engine.Communicator, name: str, target: int) -> None:
+        """Sends a copy in pieces; after the last, and if it cannot be read, an empty one."""
         try:
-            path = memory_directory.make_directory(self._name) / name
-            contents: np.ndarray = np.memmap(path, np.uint8, "r", shape=nbytes)
-        except (*FAILURES, ValueError) as error:  # ValueError: the file is shorter
-            _warn(f"to read {name}", error)
-            contents = np.empty(0, np.uint8)
-        try:
-            for low in range(0, max(1, contents.size), PIECE_NBYTES):
-                piece = contents[low : low + PIECE_NBYTES]
-                _engine.point_to_point.send(comm, piece, target, name)
+            try:
+                for block in read_blocks(memory_directory.make_directory(self._name) / name):
+                    piece = np.frombuffer(block, np.uint8)
+                    _engine.point_to_point.send(comm, piece, target, name)
+            except (OSError, errors.ArgumentError, ValueError) as error:
+                _warn(f"to read {name}", error)
+            _engine.point_to_point.send(comm, np.empty(0, np.uint8), target, name)
         except errors.RankLostError as error:  # the next collective notices it as well
             _warn(f"to send a backup to rank {target}", error)
 
@@ -219,39 +218,30 @@ class MemoryCopies:
         return on_root(self._root_rank, expected, work, errors.CheckpointError, expected, remedy)
 
 
-class _Receiver:
-    """A copy that another rank sends. All of it is received, even if it cannot be written."""
-
-    def __init__(self, comm: _engine.Communicator, copy: Copy, source: int):
-        self._comm, self._source = comm, source
-        self._name, self._left = copy
-
-    def save(self, file: BinaryIO) -> None:
-        while self._left:
-            file.write(self._receive())
-
-    def finish(self) -> None:
-        try:
-            while self._left:
-                self._receive()
-        except (OSError, errors.RankLostError) as error:
-            _warn(f"to receive a backup from rank {self._source}", error)
-
-    def _receive(self) -> memoryview:
-        piece = _engine.point_to_point.recv(self._comm, self._source, self._name)
-        if not piece.size:
-            self._left = 0
-            raise OSError(f"rank {self._source} cannot read {self._name}")
-        self._left -= piece.size
-        return piece.data
+def is_intact(path: Path) -> bool:
+    """Returns whether a generation can be read and matches its digests."""
+    try:
+        found = format.read(path)
+    except OSError:
+        return False
+    return found is not None and not format.find_damage(found)
 
 
-def _copy_of(path: Path) -> Copy:
-    return path.name, path.stat().st_size
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Reads the manifest of a generation, in one block, and then its part."""
+    generation = format.read(path)
+    if generation is None:
+        raise OSError(f"{path} is damaged")
+    yield path.read_bytes()
+    with generation.parts[0].open("rb") as file:
+        while block := file.read(PIECE_NBYTES):
+            yield block
 
 
-def _number_of(copy: Copy) -> int:
-    return versioned_backups.number_of(Path(copy[0]))
+def _received(comm: _engine.Communicator, name: str, source: int) -> Iterator[memoryview]:
+    """Receives the blocks of a copy."""
+    while (piece := _engine.point_to_point.recv(comm, source, name)).size:
+        yield piece.data
 
 
 def _warn(expected: str, error: Exception) -> None:

@@ -1,0 +1,52 @@
+"""`keras-dist checkpoint`: lists the generations of saved training."""
+
+import argparse
+import pathlib
+import sys
+from typing import Any
+
+from keras_dist.resume import format
+
+COLUMNS = "{:<20} {:>6} {:>8} {:>6} {:>6} {:>10}  {}"
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to the subparsers."""
+    parser = commands.add_parser(
+        "checkpoint",
+        description="Lists the generations of a directory of keras_dist.callbacks.BackupAndRestore "
+        "or ShardedCheckpoint, newest first, and compares each file with its digest. Ends with 1 "
+        "if no generation is whole.",
+    )
+    parser.set_defaults(act=_list)
+    parser.add_argument("directory", help="directory of the generations")
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = format.newest_first(pathlib.Path(options.directory))
+    print(COLUMNS.format("generation", "epoch", "step", "ranks", "parts", "MiB", "state"))
+    whole = [path for path in found if _shows_whole(path)]
+    if not whole:
+        what = "no undamaged generation" if found else "no generation"
+        print(f"keras-dist: {options.directory} has {what}.", file=sys.stderr)
+    return 0 if whole else 1
+
+
+def _shows_whole(path: pathlib.Path) -> bool:
+    """Prints the row of a generation; returns whether it is whole."""
+    about, parts = dict[str, Any](), list[pathlib.Path]()
+    try:
+        found = format.read(path)
+    except (OSError, ValueError, KeyError) as error:
+        damage = [f"{path}: {error}"]
+    else:
+        damage = [f"{path}: the digest does not match"]
+        if found is not None:
+            about, parts = dict(found.about), list(found.parts)
+            damage = format.find_damage(found)
+    place = (str(about.get(name, "-")) for name in ("epoch", "step", "ranks"))
+    nbytes = sum(each.stat().st_size for each in {path, *parts} if each.exists())
+    state = f"damaged: {'; '.join(damage)}" if damage else "whole"
+    number = f"{format.number_of(path):08d}"
+    print(COLUMNS.format(number, *place, len(parts), f"{nbytes / 2**20:.2f}", state), flush=True)
+    return not damage

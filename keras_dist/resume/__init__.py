@@ -1,0 +1,1 @@
+"""What training has come to, as generations: their contents, files and copies in memory."""

@@ -1,0 +1,195 @@
+"""Reading generations: the choice of the newest undamaged one, and what its parts hold."""
+
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.resume import format, tensor_file
+from keras_dist.resume.format import REMEDY, Generation
+from keras_dist.storage.root_action import on_root
+
+Value = TypeVar("Value")
+
+LOOKS = 5  # at a directory that changes
+
+_log = logging.getLogger("keras_dist")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a file holds consecutive elements of a variable, which begin at `low`."""
+
+    low: int
+    path: pathlib.Path
+    offset: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """A generation, and what its parts hold."""
+
+    generation: Generation
+    pieces: Mapping[int, Sequence[Place]]
+    places: Mapping[str, Place]  # of arrays that are not variables
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What the manifest says."""
+        return self.generation.about
+
+    def others(self) -> dict[str, np.ndarray]:
+        """Reads the arrays that are not variables, by name."""
+        return {
+            name: _read(place.path, place.offset, place.nbytes)
+            for name, place in self.places.items()
+        }
+
+    def elements(self, index: int, low: int, high: int) -> np.ndarray:
+        """Returns the elements of a variable from `low` to `high`."""
+        name, _, kind = self.about["variables"][index]
+        found, at = np.empty(high - low, np.dtype(kind)), low
+        target, itemsize = found.view(np.uint8).data, found.dtype.itemsize
+        for place in self.pieces.get(index, ()):
+            end = min(high, place.low + place.nbytes // itemsize)
+            if place.low <= at < end:
+                source = place.offset + (at - place.low) * itemsize
+                some = target[(at - low) * itemsize : (end - low) * itemsize]
+                tensor_file.read_into(place.path, source, some)
+                at = end
+        if at < high:
+            raise errors.CheckpointError(
+                runtime.where(),
+                f"all elements of {name!r} in the checkpoint {self.generation.path}",
+                f"none from element {at} on",
+                REMEDY,
+            )
+        return found
+
+
+def bytes_by_name(part: pathlib.Path) -> dict[str, np.ndarray]:
+    """Reads all arrays of a part."""
+    entries = format.read_header(part).items()
+    return {name: _read(part, entry.offset, entry.nbytes) for name, entry in entries}
+
+
+def contents_of(generation: Generation) -> Contents:
+    """Reads the headers of all parts."""
+    pieces: dict[int, list[Place]] = {}
+    others = {}
+    for path in generation.parts:
+        for name, entry in format.read_header(path).items():
+            index, _, low = name.partition(":")
+            if index.isdecimal():  # backups of earlier versions have whole variables
+                place = Place(int(low or 0), path, entry.offset, entry.nbytes)
+                pieces.setdefault(int(index), []).append(place)
+            else:
+                others[name] = Place(0, path, entry.offset, entry.nbytes)
+    for places in pieces.values():
+        places.sort(key=lambda place: place.low)
+    return Contents(generation, pieces, others)
+
+
+def look(path: pathlib.Path) -> Contents | str:
+    """Returns the contents of a generation, or a phrase if they cannot be read."""
+    try:
+        generation = format.read(path)
+        return (
+            f"{path}: the digest does not match" if generation is None else contents_of(generation)
+        )
+    except (OSError, ValueError, KeyError) as error:
+        return f"{path}: {error}"
+
+
+def newest(
+    directory: pathlib.Path, copy: pathlib.Path | None = None, number: int | None = None
+) -> Contents | None:
+    """Returns the newest undamaged generation, or `None` if there is none; reads all its bytes.
+
+    Does not communicate.
+    """
+
+    def known() -> list[pathlib.Path]:
+        found = _known(directory, number)
+        if copy is None:
+            return found
+        return [*(p for p in found if format.number_of(p) > format.number_of(copy)), copy]
+
+    return _newest(known, look, lambda found: format.find_damage(found), directory, True)
+
+
+def newest_of_all(
+    directory: pathlib.Path, root_rank: int, number: int | None = None
+) -> Contents | None:
+    """Does the same on all ranks, each of which reads some parts. Collective; blocks."""
+    comm = runtime.fit_communicator()
+
+    def ask(work: Callable[[], Value]) -> Value:
+        expected = f"to read the checkpoint in {directory}"
+        return on_root(root_rank, expected, work, errors.CheckpointError, expected, REMEDY)
+
+    def find_damage(found: Generation) -> list[str]:
+        mine = format.find_damage(found, range(comm.rank, len(found.parts), comm.size))
+        lists = _engine.collectives.allgather_object(
+            comm, mine, operation="the digests of a checkpoint"
+        )
+        return [phrase for each in lists for phrase in each]
+
+    return _newest(
+        lambda: ask(lambda: _known(directory, number)),
+        lambda path: ask(lambda: look(path)),
+        find_damage,
+        directory,
+        comm.job.rank == root_rank,
+    )
+
+
+def _read(path: pathlib.Path, offset: int, nbytes: int) -> np.ndarray:
+    found = np.empty(nbytes, np.uint8)
+    tensor_file.read_into(path, offset, found.data)
+    return found
+
+
+def _known(directory: pathlib.Path, number: int | None) -> list[pathlib.Path]:
+    found = format.newest_first(directory)
+    return [path for path in found if number in (None, format.number_of(path))]
+
+
+def _newest(
+    paths: Callable[[], list[pathlib.Path]],
+    look: Callable[[pathlib.Path], Contents | str],
+    find_damage: Callable[[Generation], list[str]],
+    directory: pathlib.Path,
+    warns: bool,
+) -> Contents | None:
+    known = paths()
+    for _ in range(LOOKS):
+        damaged: list[str] = []
+        for path in known:
+            found = look(path)
+            phrases = [found] if isinstance(found, str) else find_damage(found.generation)
+            if not phrases and isinstance(found, Contents):
+                if damaged and warns:
+                    _log.warning(
+                        "keras_dist: a checkpoint is damaged: %s. An earlier generation is read, "
+                        "%s.",
+                        "; ".join(damaged),
+                        path,
+                    )
+                return found
+            damaged += phrases
+        # A training that goes on may have removed what was read, behind newer generations.
+        before, known = known, paths()
+        if not damaged or known == before:
+            break
+    if not damaged:
+        return None
+    expected = f"an undamaged generation in {directory}"
+    raise errors.CheckpointError(
+        errors.explain(runtime.where(), expected, "; ".join(damaged), REMEDY)
+    )
