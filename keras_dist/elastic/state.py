@@ -112,12 +112,15 @@ class State:
             code = exit_hooks.PREEMPTED_EXIT_CODE
             runtime.notify(
                 f"keras_dist: {', '.join(dict.fromkeys(asked))}: all {runtime.size()} ranks stop "
-                f"after a commit. Start the job again to go on from it. Exit code {code}."
+                f"after a commit. {self._how_to_go_on()} Exit code {code}."
             )
             sys.exit(code)
         if any(losses for losses, _ in changes):
             text = f"{runtime.where()} Ranks have died; {runtime.size()} continue."
             raise HostsUpdatedInterrupt(text=text)
+
+    def _how_to_go_on(self) -> str:
+        return "Start the job again to go on from it."
 
     def _outlives_ranks(self) -> bool:
         """Returns whether a job that is started again finds the last commit."""
@@ -238,6 +241,11 @@ class ObjectState(State):
             )
         )
         self._keep()
+
+    def _how_to_go_on(self) -> str:
+        if self._directory is not None:
+            return super()._how_to_go_on()
+        return "Only this keras-dist run can go on from it, on other hosts: pass directory=."
 
     def _outlives_ranks(self) -> bool:
         return self._directory is not None or self._is_in_memory

@@ -90,18 +90,13 @@ def _modules() -> list[tuple[str, str | None]]:
 
     Modules of the user may be changed before a restart, or do something when they are imported.
     """
-    modules = list(sys.modules.items())
-    return [
-        (name, getattr(each.__spec__, "origin", None))
-        for name, each in modules
-        if _is_installed(name, each)
-    ]
+    specs = [(name, getattr(each, "__spec__", None)) for name, each in list(sys.modules.items())]
+    return [(name, spec.origin) for name, spec in specs if spec and _is_installed(name, spec)]
 
 
-def _is_installed(name: str, module: Any) -> bool:
+def _is_installed(name: str, spec: Any) -> bool:
     # The import of MPI initializes it.
-    spec = getattr(module, "__spec__", None)
-    if spec is None or spec.name != name or name.startswith(("__main__", "mpi4py.")):
+    if spec.name != name or name.startswith(("__main__", "mpi4py.")):
         return False
     parts = Path(spec.origin or "").parts
     return (

@@ -68,3 +68,19 @@ def test_other_batches_and_data_of_shard_are_not_told():
         assert [len(texts) for texts in told] == [keras_dist.size() > 1] + [0] * (
             keras_dist.size() - 1
         )
+
+
+def test_a_model_that_makes_its_train_function_itself():
+    class Own(keras.Sequential):
+        def make_train_function(self, force=False):
+            if self.train_function is None or force:
+                self.train_function = lambda *_: {"loss": 0.0}
+            return self.train_function
+
+    model = Own([keras.layers.Dense(1)])
+    model.compile(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", jit_compile=False
+    )
+    x = np.ones((8, 3), "float32")
+    told = told_by(lambda: model.fit(x, x[:, :1], verbose=0, callbacks=[VerifyBatches()]))
+    assert len(told[0]) == (keras_dist.size() > 1)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -100,3 +101,13 @@ def test_the_python_of_another_environment_does_not(tmp_path):
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     assert program.words_of_python([str(link), HERE]) == 0
+
+
+def test_a_job_runs_without_a_socket(tmp_path, monkeypatch):
+    folder = tmp_path / ("a" * 100)  # a path longer than those of sockets
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    environment = {}
+    with standby.standing_by(environment, None, 1, 1) as made:
+        assert made is None
+    assert not environment
