@@ -22,7 +22,8 @@ def start(tmp_path):
     def run(python, *words, options=(), program=None, **variables):
         command = [python, "-m", "keras_dist.launch.cli", "run", "-np", 2, "--max-restarts", 2]
         path = f"{python.parent}:/usr/bin:/bin"
-        environment = lean(FAULT_FOLDER=str(tmp_path), PATH=path, **variables)
+        variables |= {"FAULT_FOLDER": str(tmp_path), "KERAS_DIST_MEMORY_DIRECTORY": str(tmp_path)}
+        environment = lean(PATH=path, **variables)
         started.append(opened([*command, *options, *(program or [SCRIPT]), *words], environment))
         return started[-1]
 
@@ -46,7 +47,7 @@ def processes_of(folder):
 def nothing_left(folder, but_files=False):
     wait_for(lambda: not processes_of(folder), 5)
     assert not processes_of(folder)
-    assert but_files or not [*Path("/dev/shm").glob("keras_dist_backups-*/*/imports")]
+    assert but_files or not [*folder.glob("keras_dist_backups-*/*/imports")]
 
 
 @pytest.mark.slow
