@@ -4,6 +4,7 @@ Each node has its own directory. On one node, tests that lose a node are skipped
 """
 
 import dataclasses
+import errno
 import logging
 import os
 import resource
@@ -11,6 +12,7 @@ import shutil
 import signal
 
 import pytest
+from small_training import distributed
 
 import keras_dist
 from keras_dist import config, errors, runtime
@@ -283,6 +285,28 @@ def test_copies_are_newer_than_what_is_on_the_disk(copies, shared_tmp_path):
     write(store._copies, 2)
     assert is_found(copies()[1], 2)
     assert all(format.number_of(path) > later for path in files(shared_tmp_path, ROOTS_NODE))
+
+
+def test_a_disk_that_fails_does_not_prevent_copies(job, shared_tmp_path, monkeypatch, caplog):
+    model, place = distributed(), shared_tmp_path / "backup"
+    store = Store(place, ROOT, by_all=False, memory=True)
+    assert not store.find()
+    store.write(model, [], (0, 1), {"step": 1}, lambda *_: None)
+
+    begin = format.begin
+
+    def stale(directory, *number):
+        if directory == place:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return begin(directory, *number)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "keras_dist"):
+        patched.setattr(format, "begin", stale)
+        store.write(model, [], (0, 2), {"step": 2}, lambda *_: None)
+    told = any("Stale file handle" in text for text in caplog.messages)
+    assert keras_dist.allgather_object(told)[ROOT] and store.written == (0, 1)
+    again = Store(place, ROOT, by_all=False, memory=True)
+    assert again.find() and again._contents.about["step"] == 2
 
 
 @pytest.mark.parametrize("node", [ROOTS_NODE, NEIGHBOUR] if len(NODES) > 1 else [ROOTS_NODE])
