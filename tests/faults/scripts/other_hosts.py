@@ -103,6 +103,7 @@ def commits(how: str) -> None:
     from bare import runtime
 
     from keras_dist import elastic, ops
+    from keras_dist.storage import memory_directory
 
     runtime.init()
     directory = FOLDER / "state" if how == "directory" else None
@@ -135,7 +136,8 @@ def commits(how: str) -> None:
         print("sizes", *(size for size, _ in counts), flush=True)
     ops.barrier()
     left = Path(os.environ.get("KERAS_DIST_MEMORY_DIRECTORY", "/dev/shm"))
-    assert not [*left.glob(f"keras_dist_backups-{os.getuid()}/*/*.npz")]
+    job = memory_directory.directory_of(os.environ["KERAS_DIST_JOB_ID"], Path()).partition("-")[0]
+    assert not [*left.glob(f"keras_dist_backups-{os.getuid()}/{job}-*/*.json")]
 
 
 run(globals())

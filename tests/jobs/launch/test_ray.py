@@ -1,6 +1,7 @@
 """Ranks in the workers of a real Ray cluster on this host."""
 
 import os
+import pathlib
 import re
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from start_jobs import launcher
 
 from keras_dist import errors
+from keras_dist.resume import format
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'keras_dist[ray]'")
 pytest.importorskip("ray.train", reason="needs all packages of Ray Train", exc_type=ImportError)
@@ -186,7 +188,8 @@ def test_ray_starts_lost_workers_again_from_the_checkpoint(tmp_path):
         assert result.metrics["epoch"] == 4 and result.metrics["loss"] > 0
         assert len(result.best_checkpoints) == 2
         with result.checkpoint.as_directory() as folder:
-            assert len(os.listdir(os.path.join(folder, "backup"))) == 2
+            found = format.newest_first(pathlib.Path(folder) / "backup")
+            assert len(found) == 2 and not any(format.find_damage(format.read(p)) for p in found)
     assert whole.return_value == resumed.return_value
     assert whole.metrics["loss"] == resumed.metrics["loss"]
 
