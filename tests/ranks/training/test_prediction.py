@@ -117,11 +117,16 @@ def test_only_the_root_holds_the_result(model):
 
 
 def test_a_failure_of_one_rank_is_raised_on_all(model):
-    wrong = x[:, :2] if keras_dist.rank() == keras_dist.size() - 1 else x
-    with pytest.raises(Exception, match=f"rank {keras_dist.size() - 1} of|shape") as caught:
+    last = keras_dist.size() - 1
+    wrong = x[:, :2] if keras_dist.rank() == last else x
+    with pytest.raises(Exception) as caught:
         keras_dist.predict(model, wrong, batch_size=BATCH, verbose=0)
-    if keras_dist.rank() != keras_dist.size() - 1:
+    # Which of the layers fails first, and so the text, is the backend's on the rank that failed.
+    if keras_dist.rank() != last:
         assert isinstance(caught.value, errors.DataError)
+        assert f"rank {last} of" in str(caught.value)
+    else:
+        assert not isinstance(caught.value, errors.DataError)
 
 
 def test_data_without_a_batch_is_an_error(model):
