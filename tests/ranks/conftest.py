@@ -184,6 +184,35 @@ def write_record(folder):
         path.write_text(json.dumps(record))
 
 
+# --- What a test must not leave to those after it
+
+BEFORE = pytest.StashKey()
+# Variables that keras_dist reads. Frameworks set others when they are imported.
+READ = re.compile("_?KERAS_|HOROVOD_|SLURM_|PMI|OMPI_|CUDA_")
+
+
+def shared_state():
+    """Returns what the tests of a process share, by name."""
+    keras, job = sys.modules.get("keras"), sys.modules.get("keras_dist.runtime.job")
+    table = job and job._sets
+    # Threads of an executor end when the garbage collector has found it.
+    threads = [one.name for one in threading.enumerate() if not one.daemon]
+    return {
+        "environment": {name: text for name, text in os.environ.items() if READ.match(name)},
+        "folder": os.getcwd(),
+        "threads": sorted(name for name in threads if not name.startswith("ThreadPoolExecutor")),
+        "types": keras and (keras.config.floatx(), keras.config.dtype_policy().name),
+        "process sets": table and [each.ranks for each in table._sets],
+    }
+
+
+def left_since(before):
+    """Returns what differs from an earlier state: what it was, and is now, by name."""
+    pairs = {name: (before[name], now) for name, now in shared_state().items()}
+    # Unknown before: the test has imported Keras or initialized keras_dist.
+    return {name: pair for name, pair in pairs.items() if pair[0] not in (None, pair[1])}
+
+
 # --- pytest's hooks, in call order
 
 
@@ -264,6 +293,21 @@ def pytest_runtest_makereport(item):
     agree(report)
     note(item, report)
     return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item):
+    item.stash[BEFORE] = shared_state()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
+    """Fails a test that leaves something to those after it in the same process."""
+    result = yield
+    left = left_since(item.stash[BEFORE])
+    assert not left, f"{where} The test leaves (before, now): {left}"
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)

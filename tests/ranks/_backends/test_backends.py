@@ -251,41 +251,38 @@ def test_a_tape_in_a_strategy_is_refused(traced):
         (tf.function(run) if traced else run)()
 
 
-@on_torch
-def test_a_model_that_keras_would_wrap_in_ddp_is_refused(shared_tmp_path):
+@pytest.fixture
+def group_of_torch(shared_tmp_path):
+    """A process group of torch with this rank alone."""
     import torch
 
     if keras_dist.size() == 1:
         pytest.skip("one rank does not average")
     store = torch.distributed.FileStore(str(shared_tmp_path / f"{keras_dist.rank()}"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = compiled(make_model(), sgd())
-        vars(model).setdefault("ddp_model", None)  # as in Keras 3.16
-        with pytest.raises(errors.BackendError, match=r"DistributedDataParallel \(ddp_model\)"):
-            model.fit(*make_data(8), verbose=0)
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@on_torch
+def test_a_model_that_keras_would_wrap_in_ddp_is_refused(group_of_torch):
+    model = compiled(make_model(), sgd())
+    vars(model).setdefault("ddp_model", None)  # as in Keras 3.16
+    with pytest.raises(errors.BackendError, match=r"DistributedDataParallel \(ddp_model\)"):
+        model.fit(*make_data(8), verbose=0)
 
 
 @pytest.mark.parity("a model in `DistributedDataParallel` is rejected")
 @on_torch
-def test_a_model_with_ddp_is_refused(shared_tmp_path):
+def test_a_model_with_ddp_is_refused(group_of_torch):
     import torch
 
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not average")
-    store = torch.distributed.FileStore(str(shared_tmp_path / f"{keras_dist.rank()}"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        inner = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))
-        layers = [keras.Input((6,)), keras.layers.TorchModuleWrapper(inner)]
-        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
-        model = compiled(keras.Sequential(layers), optimizer)
-        with pytest.raises(errors.ArgumentError, match="DistributedDataParallel in it"):
-            model.fit(*make_data(8), verbose=0)
-    finally:
-        torch.distributed.destroy_process_group()
+    inner = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))
+    layers = [keras.Input((6,)), keras.layers.TorchModuleWrapper(inner)]
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    model = compiled(keras.Sequential(layers), optimizer)
+    with pytest.raises(errors.ArgumentError, match="DistributedDataParallel in it"):
+        model.fit(*make_data(8), verbose=0)
 
 
 @pytest.fixture
