@@ -131,7 +131,7 @@ TABLES = {
     "checkpoint": Table(
         "checkpoint.py",
         "checkpoint_tensorflow_mpich",
-        ("keras_dist/resume", "keras_dist/callbacks/sharded_checkpoint.py"),
+        ("keras_dist/resume", "keras_dist/callbacks/backup.py"),
     ),
     "watching": Table("watching.py", "watching", ("keras_dist/monitor",)),
     "timeline": Table("timeline.py", "timeline_tensorflow_mpich", ("keras_dist/_engine/tracing",)),

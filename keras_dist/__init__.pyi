@@ -244,12 +244,12 @@ from .training.optimizer import (
 from .training.prediction import (
     predict as predict,
 )
+from .training.random_generators import (
+    separate_seeds as separate_seeds,
+)
 from .training.replicas import (
     verify_replicas as verify_replicas,
 )
 from .training.saving import (
     load_model as load_model,
-)
-from .training.seeds import (
-    separate_seeds as separate_seeds,
 )

@@ -7,7 +7,7 @@ from keras import ops
 
 from keras_dist import _engine, runtime
 from keras_dist._compat.keras.models import BatchNormalization
-from keras_dist.training.step_reductions import reduce_over_ranks
+from keras_dist.training.rank_exchanges import reduce_over_ranks
 
 __all__ = ["SyncBatchNormalization"]
 

@@ -38,27 +38,31 @@ from typing import Any
 import keras
 
 from keras_dist import config, errors, runtime
-from keras_dist.callbacks.backup import BackupAndRestore
-from keras_dist.callbacks.batches import VerifyBatches
+from keras_dist.callbacks.backup import BackupAndRestore, ShardedCheckpoint
 from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from keras_dist.callbacks.checkpoint import BestModelCheckpoint, ModelCheckpoint
-from keras_dist.callbacks.console import RootConsoleCallback
 from keras_dist.callbacks.learning_rate import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
 )
 from keras_dist.callbacks.metrics import MetricAverageCallback
-from keras_dist.callbacks.preemption import PreemptionCallback
-from keras_dist.callbacks.progress import ProgressCallback
-from keras_dist.callbacks.root import RootOnly
-from keras_dist.callbacks.scalars import WriteScalars
-from keras_dist.callbacks.sharded_checkpoint import ShardedCheckpoint
-from keras_dist.callbacks.statistics import AverageStatisticsCallback
-from keras_dist.callbacks.stopping import AgreeOnStoppingCallback, may_stop_at_a_batch
-from keras_dist.callbacks.survival import GoOnWithoutLostRanks, check_share_out
-from keras_dist.callbacks.throughput import Throughput
-from keras_dist.callbacks.uneven import UnevenDataCallback
-from keras_dist.callbacks.verification import VerifyReplicas
+from keras_dist.callbacks.missing_ranks import (
+    GoOnWithoutLostRanks,
+    UnevenDataCallback,
+    check_share_out,
+)
+from keras_dist.callbacks.root import RootConsoleCallback, RootOnly
+from keras_dist.callbacks.stopping import (
+    AgreeOnStoppingCallback,
+    PreemptionCallback,
+    may_stop_at_a_batch,
+)
+from keras_dist.callbacks.throughput import ProgressCallback, Throughput, WriteScalars
+from keras_dist.callbacks.verification import (
+    AverageStatisticsCallback,
+    VerifyBatches,
+    VerifyReplicas,
+)
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.session_callback import SessionCallback
 

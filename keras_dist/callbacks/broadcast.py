@@ -1,7 +1,6 @@
 """Broadcast of the root's weights and optimizer state at the start of training."""
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,11 +9,12 @@ import keras
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist.training import layer_state
-from keras_dist.training.copied_options import KeepsOptions, plain_config
 from keras_dist.training.fit_session import FirstStep
 from keras_dist.training.model_state import families, has_weights, keep_local, optimizers_of
+from keras_dist.training.random_generators import separate_in_fit
+from keras_dist.training.rank_exchanges import allgather_object
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
-from keras_dist.training.seeds import separate_in_fit
+from keras_dist.training.saved_options import KeepsOptions, plain_config
 from keras_dist.training.session_callback import SessionCallback
 
 WRAP = (
@@ -77,7 +77,7 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         if runtime.fit_size() == 1:
             return
         keep_local(self.model, self.local_variables)
-        compare_optimizers(self.model, self.root_rank)
+        self._compare_optimizers()
         if self.model.built:
             self._broadcast()
         else:
@@ -107,6 +107,58 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         self._broadcast()
         return arguments
 
+    def _compare_optimizers(self) -> None:
+        """Checks that gradients are averaged, and compares hyperparameters with the root's."""
+        model, comm, optimizers = self.model, runtime.fit_communicator(), optimizers_of(self.model)
+        is_distributed = any(isinstance(optimizer, KeepsOptions) for optimizer in optimizers)
+        mine = is_distributed, hyperparameters(model)
+        everyone = allgather_object(mine, "the comparison of optimizers")
+        are_distributed, values = zip(*everyone, strict=True)
+        if any(are_distributed) and not all(are_distributed):
+            plain, other = are_distributed.index(False), are_distributed.index(True)
+            raise errors.MismatchError(
+                f"[rank {plain} of {comm.size}]",
+                f"the optimizer of model {model.name!r} to be distributed",
+                f"a plain one, while that of rank {other} is distributed",
+                WRAP,
+            )
+        if not is_distributed and optimizers:
+            self._refuse_plain(optimizers[0])
+        self._warn_of_differences(dict(zip(comm.ranks, values, strict=True)))
+
+    def _refuse_plain(self, optimizer: keras.optimizers.Optimizer) -> None:
+        own_step = not is_part_of_keras(type(self.model).train_step)
+        text = errors.explain(
+            runtime.where(),
+            f"the optimizer of model {self.model.name!r} to be distributed",
+            f"a plain {type(optimizer).__name__}; gradients are not averaged",
+            f"{WRAP} Ignore this warning if train_step averages gradients itself."
+            if own_step
+            else f"{WRAP} To train another model on each rank, omit the callbacks of keras_dist.",
+        )
+        if not own_step:
+            raise errors.UsageError(text)
+        self.warn(text)
+
+    def _warn_of_differences(self, values: Mapping[int, dict[str, str]]) -> None:
+        root, expected = self.root_rank, values[self.root_rank]
+        differing = [
+            f"{name}={value} on rank {rank}, where rank {root} has {expected[name]}"
+            for rank, mine in values.items()
+            for name, value in mine.items()
+            if expected.get(name, value) != value
+        ]
+        if differing:
+            text = errors.explain(
+                runtime.where(),
+                "optimizers with equal hyperparameters on all ranks",
+                "; ".join(differing[:8]),
+                f"All ranks train with the learning rate of rank {root}; other values stay, and "
+                "replicas differ. In a search, draw on one rank and call "
+                "keras_dist.broadcast_object, or train each trial on a process set.",
+            )
+            self.warn(text)
+
 
 def _build(model: keras.Model, batches: Any) -> None:
     """Creates the variables of a model, from the shapes of a batch."""
@@ -134,70 +186,6 @@ def _variables(given: Any) -> list[Any]:
                 "Pass for example local_variables=model.layers[0].trainable_variables.",
             )
     return variables
-
-
-def compare_optimizers(model: keras.Model, root_rank: int) -> None:
-    """Checks that gradients are averaged, and compares hyperparameters with those of the root.
-
-    Collective: every rank; blocks. The root warns of hyperparameters that differ, and of plain
-    optimizers if the model has a train step of its own, which may average gradients.
-    """
-    comm, optimizers = runtime.fit_communicator(), optimizers_of(model)
-    is_distributed = any(isinstance(optimizer, KeepsOptions) for optimizer in optimizers)
-    everyone = _engine.collectives.allgather_object(
-        comm, (is_distributed, hyperparameters(model)), operation="the comparison of optimizers"
-    )
-    are_distributed, values = zip(*everyone, strict=True)
-    if any(are_distributed) and not all(are_distributed):
-        where = f"[rank {are_distributed.index(False)} of {comm.size}]"
-        expected = f"the optimizer of model {model.name!r} to be distributed"
-        received = f"a plain one, while that of rank {are_distributed.index(True)} is distributed"
-        raise errors.MismatchError(where, expected, received, WRAP)
-    if not is_distributed and optimizers:
-        _refuse_plain(model, optimizers[0], root_rank)
-    _warn_of_differences(dict(zip(comm.ranks, values, strict=True)), root_rank)
-
-
-def _refuse_plain(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer, root_rank: int
-) -> None:
-    own_step = not is_part_of_keras(type(model).train_step)
-    text = errors.explain(
-        runtime.where(),
-        f"the optimizer of model {model.name!r} to be distributed",
-        f"a plain {type(optimizer).__name__}; gradients are not averaged",
-        f"{WRAP} Ignore this warning if train_step averages gradients itself."
-        if own_step
-        else f"{WRAP} To train another model on each rank, omit the callbacks of keras_dist.",
-    )
-    if not own_step:
-        raise errors.UsageError(text)
-    _warn(text, root_rank)
-
-
-def _warn_of_differences(values: Mapping[int, dict[str, str]], root_rank: int) -> None:
-    expected = values[root_rank]
-    differing = [
-        f"{name}={value} on rank {rank}, where rank {root_rank} has {expected[name]}"
-        for rank, mine in values.items()
-        for name, value in mine.items()
-        if expected.get(name, value) != value
-    ]
-    if differing:
-        text = errors.explain(
-            runtime.where(),
-            "optimizers with equal hyperparameters on all ranks",
-            "; ".join(differing[:8]),
-            f"All ranks train with the learning rate of rank {root_rank}; other values stay, and "
-            "replicas differ. In a search, draw on one rank and call keras_dist.broadcast_object, "
-            "or train each trial on a process set.",
-        )
-        _warn(text, root_rank)
-
-
-def _warn(text: str, root_rank: int) -> None:
-    if runtime.rank() == root_rank:
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def hyperparameters(model: keras.Model) -> dict[str, str]:

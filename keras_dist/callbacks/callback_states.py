@@ -1,26 +1,29 @@
 """States of Keras' and user callbacks, for generations.
 
-Ranks may have different callbacks. Callbacks are matched by class and by position among the
-callbacks of that class. `RootOnly` is transparent: the wrapped callback counts, on its rank.
+Ranks may have different callbacks, which are matched by class and by position among those of that
+class. `RootOnly` is transparent: the wrapped callback counts, on its rank.
 """
 
 import collections
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import STATE_ATTRIBUTES
-from keras_dist.callbacks.root import RootOnly
+from keras_dist.callbacks.root import unwrapped
 from keras_dist.resume.nested_values import pack
 from keras_dist.resume.state import own
 
 KNOWN = ("keras.", "keras_dist.")
 ATTRIBUTES, USERS, FILE = "attributes", "state_dict", "file"
+ACCEPTS = "load_state_dict() to accept the value of state_dict()"
+FIX = "Fix load_state_dict, or remove the backup to train from the start."
 
 State = dict[str, Any]
 CSV_LOGGER = keras.callbacks.CSVLogger
@@ -59,7 +62,8 @@ class CallbackStates:
 
     def warn_of_unsaved(self) -> None:
         """Names the user callbacks that give no state."""
-        found = [type(item).__name__ for item in self._acting() if _may_lose_state(item)]
+        users = [item for item in self._acting() if not type(item).__module__.startswith(KNOWN)]
+        found = [type(item).__name__ for item in users if not has_state_dict(item)]
         if found:
             _log.warning(
                 "keras_dist: a backup does not hold the state of the callbacks %s. Where they have "
@@ -98,7 +102,8 @@ class CallbackStates:
             if FILE in state:
                 _restore_file(callback, **state[FILE])
             if USERS in state and has_state_dict(callback):
-                _restore_own(callback, state[USERS])
+                with _calling(callback, ACCEPTS, FIX):
+                    callback.load_state_dict(state[USERS])
         return True
 
     def _acting(self) -> Iterable[keras.callbacks.Callback]:
@@ -110,7 +115,7 @@ def acting(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.cal
     seen: collections.Counter[str] = collections.Counter()
     found = {}
     for callback in callbacks:
-        inner, acts = _inside(callback)
+        inner, acts = unwrapped(callback)
         kind = f"{type(inner).__module__}.{type(inner).__qualname__}"
         if acts:
             found[f"{kind} {seen[kind]}"] = inner
@@ -125,7 +130,7 @@ def has_state_dict(callback: keras.callbacks.Callback) -> bool:
 
 
 def _states_of_keras(callbacks: Mapping[str, keras.callbacks.Callback]) -> dict[str, State]:
-    """Returns the states of Keras' callbacks by name. They are equal on all ranks."""
+    """Returns the states of Keras' callbacks by name."""
     found = {}
     for name, callback in callbacks.items():
         # Some attributes do not exist before the first hook that sets them.
@@ -143,10 +148,6 @@ def _attributes_of(callback: keras.callbacks.Callback) -> set[str]:
     return {name for kind in kinds for name in STATE_ATTRIBUTES[kind]}
 
 
-def _may_lose_state(callback: keras.callbacks.Callback) -> bool:
-    return not type(callback).__module__.startswith(KNOWN) and not has_state_dict(callback)
-
-
 def _with_files_of(states: Mapping[str, State], others: Mapping[str, State]) -> dict[str, State]:
     """Returns `states` with file sizes replaced by those of `others`, or without file sizes."""
     files = {name: {FILE: state[FILE]} for name, state in others.items() if FILE in state}
@@ -154,14 +155,6 @@ def _with_files_of(states: Mapping[str, State], others: Mapping[str, State]) -> 
         name: {key: value for key, value in state.items() if key != FILE} | files.get(name, {})
         for name, state in states.items()
     }
-
-
-def _inside(callback: keras.callbacks.Callback) -> tuple[keras.callbacks.Callback, bool]:
-    """Returns the callback without `RootOnly`, and whether it acts on this rank."""
-    if not isinstance(callback, RootOnly):
-        return callback, True
-    inner, acts = _inside(callback.callback)
-    return inner, acts and runtime.rank() == callback.root_rank
 
 
 def _can_be_kept(callback: keras.callbacks.Callback, attribute: str) -> bool:
@@ -185,32 +178,26 @@ def _warn_once(kind: str, attribute: str, why: str) -> None:
     )
 
 
+@contextlib.contextmanager
+def _calling(callback: Any, expected: str, remedy: str) -> Iterator[None]:
+    """Explains an error of a user's method, which is raised on all ranks."""
+    try:
+        yield
+    except Exception as error:
+        received = f"{type(error).__name__}: {error}"
+        expected = f"{type(callback).__name__}.{expected}"
+        raise errors.CheckpointError(runtime.where(), expected, received, remedy) from error
+
+
 def _state_of(callback: Any) -> Any:
     """Returns the state of a user callback."""
-    try:
+    expected = (
+        "state_dict() to return JSON values, NumPy arrays and tensors, in dicts, lists and tuples"
+    )
+    with _calling(callback, expected, "Return values of these types only."):
         given = callback.state_dict()
         pack(given, [])
-    except Exception as error:  # raised on all ranks
-        raise errors.CheckpointError(
-            runtime.where(),
-            f"{type(callback).__name__}.state_dict() to return JSON values, NumPy arrays and "
-            "tensors, in dicts, lists and tuples",
-            f"{type(error).__name__}: {error}",
-            "Return values of these types only.",
-        ) from error
     return given
-
-
-def _restore_own(callback: Any, state: Any) -> None:
-    try:
-        callback.load_state_dict(state)
-    except Exception as error:  # raised on all ranks
-        raise errors.CheckpointError(
-            runtime.where(),
-            f"{type(callback).__name__}.load_state_dict() to accept the value of state_dict()",
-            f"{type(error).__name__}: {error}",
-            "Fix load_state_dict, or remove the backup to train from the start.",
-        ) from error
 
 
 def _nbytes(logger: Any) -> int | None:

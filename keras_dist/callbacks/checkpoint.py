@@ -1,24 +1,33 @@
-"""Model checkpoints of distributed training: the root writes each file atomically."""
+"""Model checkpoints: the root writes each file atomically, at once or in a background thread."""
 
 import functools
+import os
+import pathlib
+import shutil
+import tempfile
 from collections.abc import Callable
-from typing import Any
+from concurrent import futures
+from typing import Any, BinaryIO
 
 import keras
 
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import ModelCheckpoint as KerasCheckpoint
-from keras_dist.callbacks.background_writer import BackgroundWriter, write_atomically
 from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.resume.stores import NEEDS_ROOM
+from keras_dist.storage.atomic_write import beside, move
 from keras_dist.storage.retry_policy import RetryPolicy
 from keras_dist.storage.root_action import on_root
 from keras_dist.training.model_state import state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import gathered, whole_nbytes
 
+HDF5 = ".h5"
+COPY_NBYTES = 2**23
 # Upper bound of the metadata that HDF5 writes per file and per variable.
 HDF5_NBYTES = 8192
+
+Save = Callable[[str], None]
 
 
 class ModelCheckpoint(SessionCallback, KerasCheckpoint):
@@ -171,3 +180,61 @@ class _Saver:
         nbytes = sum(whole_nbytes(variable) for variable in variables)
         self._write_file(save, filepath, nbytes + HDF5_NBYTES * (1 + len(variables)))
         self.has_saved = True
+
+
+def write_atomically(save: Save, filepath: str, nbytes: int = 0) -> None:
+    """Saves to a temporary file in the same directory, of about `nbytes` bytes, and renames it."""
+    target = pathlib.Path(filepath)
+    with beside(target) as path:
+        if target.suffix == HDF5:
+            # An error if there is no space; the library would abort the process at the end.
+            with path.open("xb") as file:
+                if nbytes and hasattr(os, "posix_fallocate"):  # not available on macOS
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+        save(str(path))
+        move(path, target)
+
+
+class BackgroundWriter:
+    """Writes files in a background thread, one at a time."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[str, futures.Future[None]] | None = None
+
+    def write(self, save: Save, filepath: str, nbytes: int = 0) -> None:
+        """Serialises to the directory of temporary files, which is local on most machines.
+
+        A thread copies the file to its final path. The previous file must have been waited for.
+        """
+        directory = pathlib.Path(tempfile.gettempdir())
+        with beside(directory / f"keras_dist-{pathlib.Path(filepath).name}") as local:
+            write_atomically(save, str(local), nbytes)
+            content = open(local, "rb")  # noqa: SIM115, the thread closes it
+        # The temporary file is unlinked already: no file remains if this process is killed.
+        thread = futures.ThreadPoolExecutor(1, "keras_dist checkpoint")
+        self._pending = filepath, thread.submit(_copy_to, content, filepath)
+        thread.shutdown(wait=False)
+
+    def wait(self) -> bool:
+        """Waits until the last file is written, or raises; returns whether one was pending."""
+        if self._pending is None:
+            return False
+        (filepath, copied), self._pending = self._pending, None
+        try:
+            copied.result()
+        except Exception as error:
+            expected = f"to write the checkpoint {filepath}"
+            received = f"{type(error).__name__}: {error}"
+            where = runtime.where()
+            raise errors.CheckpointError(where, expected, received, NEEDS_ROOM) from error
+        return True
+
+
+def _copy_to(content: BinaryIO, filepath: str) -> None:
+    with content:
+        write_atomically(functools.partial(_copy, content), filepath)
+
+
+def _copy(content: BinaryIO, path: str) -> None:
+    with open(path, "xb") as file:
+        shutil.copyfileobj(content, file, COPY_NBYTES)

@@ -87,10 +87,7 @@ class LearningRateScheduleCallback(SessionCallback):
                 f"a {type(optimizer).__name__}",
                 "Give each of its optimizers a schedule from keras.optimizers.schedules.",
             )
-        if isinstance(
-            learning_rate(optimizer),
-            keras.optimizers.schedules.LearningRateSchedule,
-        ):
+        if isinstance(learning_rate(optimizer), keras.optimizers.schedules.LearningRateSchedule):
             raise errors.ArgumentError(
                 runtime.where(),
                 "an optimizer whose learning rate is a number",

@@ -1,4 +1,4 @@
-"""Callbacks that act on the root only."""
+"""Callbacks that act on the root only, and its console output."""
 
 import functools
 from typing import Any
@@ -14,12 +14,36 @@ HOOKS = tuple(name for name in dir(keras.callbacks.Callback) if name.startswith(
 SYNCHRONIZED = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
 
 EARLY_STOPPING = keras.callbacks.EarlyStopping
+# They make the replica of the root differ from others.
 CHANGE_MODEL = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
 )
+
+
+class RootConsoleCallback(SessionCallback):
+    """Sets `verbose=0` on all ranks but the root.
+
+    The callback must precede Keras' progress bar, which Keras appends to the list. On ranks other
+    than the root Keras' interactive logging is disabled, which also silences other callbacks and
+    later calls of `evaluate`.
+
+    Args:
+        root_rank: rank that prints. Defaults to 0.
+    """
+
+    def __init__(self, root_rank: int = 0):
+        super().__init__()
+        self.root_rank = root_rank
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Sets `verbose` to 0 in the parameters, a dict that all callbacks share."""
+        super().set_params(params)
+        if runtime.rank() != self.root_rank:
+            params["verbose"] = 0
+            keras.utils.disable_interactive_logging()
 
 
 class RootOnly(SessionCallback):
@@ -61,12 +85,12 @@ class RootOnly(SessionCallback):
                 f"{callback!r} of type {type(callback).__name__}",
                 "Pass an instance, for example RootOnly(keras.callbacks.CSVLogger(path)).",
             )
-        if _changes_model(callback):
+        restores = isinstance(callback, EARLY_STOPPING) and callback.restore_best_weights
+        if restores or isinstance(callback, CHANGE_MODEL):
             raise errors.ArgumentError(
                 runtime.where(),
                 "a callback that leaves weights, optimizer and learning rate as they are",
-                type(callback).__name__
-                + (" with restore_best_weights" if isinstance(callback, EARLY_STOPPING) else ""),
+                type(callback).__name__ + (" with restore_best_weights" if restores else ""),
                 "Pass it to keras_dist.callbacks() itself, without RootOnly: every rank acts "
                 "alike, on the metrics of all ranks.",
             )
@@ -122,11 +146,12 @@ class RootOnly(SessionCallback):
             self.callback.on_train_begin()
 
 
-def _changes_model(callback: keras.callbacks.Callback) -> bool:
-    """Returns whether a callback of Keras makes the replica of the root differ from others."""
-    if isinstance(callback, EARLY_STOPPING):
-        return bool(callback.restore_best_weights)
-    return isinstance(callback, CHANGE_MODEL)
+def unwrapped(callback: keras.callbacks.Callback) -> tuple[keras.callbacks.Callback, bool]:
+    """Returns the callback without `RootOnly`, and whether it acts on this rank."""
+    if not isinstance(callback, RootOnly):
+        return callback, True
+    inner, acts = unwrapped(callback.callback)
+    return inner, acts and runtime.rank() == callback.root_rank
 
 
 def overrides(callback: keras.callbacks.Callback, hook: str) -> bool:

@@ -1,5 +1,7 @@
-"""Agreement on `stop_training`: all ranks stop after the same step."""
+"""All ranks stop after the same step: when a callback decides so, or a signal has come."""
 
+import logging
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,12 +10,16 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras, model_of, module_of
-from keras_dist.callbacks.root import RootOnly, overrides
-from keras_dist.ops.bucket_size import bucket_nbytes
-from keras_dist.training.fit_session import Order, is_stopped
+from keras_dist.callbacks.root import overrides, unwrapped
+from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
+from keras_dist.runtime.signals import Signals
+from keras_dist.training.fit_session import STOPS_JOB, Compute, Logs, Order, is_stopped
+from keras_dist.training.rank_exchanges import allgather_object, allreduce
 from keras_dist.training.session_callback import SessionCallback
 
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+_log = logging.getLogger("keras_dist")
 
 
 class AgreeOnStoppingCallback(SessionCallback):
@@ -76,33 +82,17 @@ class AgreeOnStoppingCallback(SessionCallback):
 
     def _agree(self, batch: int = 0, logs: dict[str, Any] | None = None) -> None:
         model, comm = model_of(self), runtime.fit_communicator()
-        stopped = np.array([is_stopped(model)], np.uint8)
-        (any_rank,) = _engine.collectives.allreduce(
-            comm,
-            [stopped],
-            ["the decision to stop"],
-            _engine.OpOptions(_engine.ReduceOp.MAX),
-            bucket_nbytes(comm),
-        )
+        stopped, name = np.array([is_stopped(model)], np.uint8), "the decision to stop"
+        (any_rank,) = allreduce(comm, [stopped], [name], _engine.ReduceOp.MAX)
         if any_rank[0]:
             model.stop_training = True
 
 
 def may_stop_at_a_batch(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
-    """Returns whether any of the callbacks has a batch hook that may stop training.
-
-    Of Keras' callbacks only `TerminateOnNaN` does. User callbacks with batch hooks count.
-    """
-    return any(
-        _may_stop(getattr(_inside(callback), hook))
-        for callback in callbacks
-        for hook in BATCH_HOOKS
-        if overrides(_inside(callback), hook)
-    )
-
-
-def _inside(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-    return _inside(callback.callback) if isinstance(callback, RootOnly) else callback
+    """Returns whether a callback has a batch hook of a user, or that of `TerminateOnNaN`."""
+    inner = [unwrapped(callback)[0] for callback in callbacks]
+    hooks = [(each, hook) for each in inner for hook in BATCH_HOOKS if overrides(each, hook)]
+    return any(_may_stop(getattr(each, hook)) for each, hook in hooks)
 
 
 def _may_stop(hook: Any) -> bool:
@@ -110,3 +100,123 @@ def _may_stop(hook: Any) -> bool:
     module = module_of(hook)
     known = is_part_of_keras(hook) or module.startswith("keras_dist.")
     return not known or module == keras.callbacks.TerminateOnNaN.__module__
+
+
+class PreemptionCallback(SessionCallback):
+    """Ends the job with a backup when any rank receives SIGTERM or SIGUSR1 during `fit`.
+
+    Batch systems send these signals before they reclaim nodes, and `keras-dist run` sends SIGUSR1
+    when the hosts have changed, and starts the job again; a fit without backups then goes on. All
+    ranks finish the step, write a backup through `BackupAndRestore` and raise `SystemExit` with
+    exit code 75 (EX_TEMPFAIL). The restarted job resumes after that step. The root logs the signal,
+    its rank and the backup. A signal of a batch system more than two seconds after the first ends
+    its rank at once, and with it the job.
+
+    Signals travel with the reduction of gradients, without overhead. The ranks also exchange them
+    at the beginning and end of every epoch, and stop there if a signal arrives during validation
+    or no optimizer reduces over all ranks. With `steps_per_execution` they stop at the end of an
+    execution.
+
+    The callback does not replace signal handlers of the script. It handles no signals if `fit`
+    does not run in the main thread, or if no optimizer is distributed. In a `fit` within another
+    one, the callback of the outer one handles them.
+
+    The callback must be the last of the list; `keras_dist.callbacks()` puts it there.
+
+    Collective: every rank must pass the callback to `fit`.
+
+    Args:
+        backups: callbacks that write the backup. Defaults to `None`: those of the list.
+        root_rank: rank that logs the preemption. Defaults to 0.
+
+    Raises:
+        SystemExit: a rank received a signal; raised on every rank, by `fit`.
+    """
+
+    order = Order.LEAVES
+
+    def __init__(self, backups: Sequence[Any] | None = None, root_rank: int = 0):
+        super().__init__()
+        self.backups = backups
+        self.root_rank = root_rank
+        self._received: list[str] = []
+        self._acts = True
+        self._signals: Signals | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Installs the signal handlers, unless a fit around this one has."""
+        self._received = []
+        self._acts = not (_engine.progress.is_nested("fit") and _engine.piggyback.has_listener())
+        if not self._acts:
+            return
+        _engine.piggyback.set_listener(self._receive)
+        self._signals = Signals(self._announce, hosts=bool(self._writers()))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Exchanges signals, and prepares to exit after the steps of the epoch, without a hook."""
+        if not self._acts:
+            return
+        self._ask()
+        # All ranks are at the end of the steps when the logs have been computed.
+        self.session.transform_logs(Logs.LEAVE, self._leave_if_asked)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Exchanges signals with the other ranks."""
+        if self._acts:
+            self._ask()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores the signal handlers."""
+        if not self._acts:
+            return
+        _engine.piggyback.set_listener(None)
+        if self._signals is not None:
+            self._signals.close()
+
+    def _writers(self) -> Sequence[Any]:
+        """Returns the callbacks that write the backup."""
+        return self.session.backups if self.backups is None else self.backups
+
+    def _announce(self, name: str) -> None:
+        text = f"{name} on rank {runtime.rank()}"
+        if runtime.fit_size() == 1:
+            self._receive([text])
+        else:
+            _engine.piggyback.post(text)
+
+    def _receive(self, texts: list[str]) -> None:
+        # Called within the step, in any thread.
+        self._received = texts
+        if not model_of(self).stop_training:
+            model_of(self).stop_training = STOPS_JOB
+
+    def _ask(self) -> None:
+        everyone = allgather_object(_engine.piggyback.notice(), "exchanging signals")
+        self._received += [text for text in everyone if text is not None]
+        if self._received:
+            # The backup must include the effects of later callbacks in the current hook.
+            self.after_hook(self._leave)
+
+    def _leave_if_asked(self, logs: Any, _: Compute) -> Any:
+        if self._received:
+            self._leave()
+        return logs
+
+    def _leave(self) -> None:
+        written = [str(backup.backup_dir) for backup in self._writers() if backup.save_now()]
+        if runtime.rank() == self.root_rank:
+            what = (
+                f"A backup is in {', '.join(written)}. Start the job again to resume from it."
+                if written
+                else "No backup was written. Pass BackupAndRestore to keras_dist.callbacks; errors "
+                "of a backup are logged above."
+            )
+            _log.warning(
+                "keras_dist: %s: all %d ranks stop, %s. %s Exit code %d.",
+                ", ".join(self._received),
+                runtime.fit_size(),
+                _engine.progress.describe_progress(),
+                what,
+                PREEMPTED_EXIT_CODE,
+            )
+        sys.exit(PREEMPTED_EXIT_CODE)

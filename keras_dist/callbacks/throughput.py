@@ -1,15 +1,24 @@
-"""Training throughput of all ranks, and the share of time that ranks wait for each other."""
+"""Progress and throughput of training: in logs, for the monitor, and as TensorBoard scalars."""
 
+import importlib.util
+import os
+import threading
+import time
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_dist import _engine, runtime
+from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.metrics import samples_weighted
-from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.monitor import endpoints
+from keras_dist.monitor.job import Job
+from keras_dist.training.rank_exchanges import allreduce
 from keras_dist.training.session_callback import SessionCallback
+
+SUMS = "the throughput of an epoch"
 
 
 class Throughput(SessionCallback):
@@ -85,10 +94,11 @@ class Throughput(SessionCallback):
         self._stop()
         # With steps_per_execution, Keras passes the last step of a full execution.
         steps = min(self._steps, self.params.get("steps") or self._steps)
-        samples, seconds, waited, steps = _sums([*self._counted, steps - self._resumed[1]])
-        ranks = runtime.fit_size()
+        mine = np.array([*self._counted, steps - self._resumed[1]], np.float64)
+        comm = runtime.fit_communicator()
+        samples, seconds, waited, steps = allreduce(comm, [mine], [SUMS])[0].tolist()
         if samples > steps or type(self.model).train_step is keras.Model.train_step:
-            name, speed = "samples_per_second", samples * ranks / seconds
+            name, speed = "samples_per_second", samples * comm.size / seconds
         else:
             name, speed = "steps_per_second", steps / seconds
         self._last = (name, speed * seconds / steps) if steps else None
@@ -123,14 +133,155 @@ def count_samples(model: keras.Model) -> float:
     return 0.0 if count is None else float(keras.ops.convert_to_numpy(count))
 
 
-def _sums(values: list[float]) -> list[float]:
-    """Returns the sums of the values of all ranks. Collective."""
-    comm = runtime.fit_communicator()
-    (sums,) = _engine.collectives.allreduce(
-        comm,
-        [np.array(values, np.float64)],
-        ["the throughput of an epoch"],
-        _engine.OpOptions(_engine.ReduceOp.SUM),
-        bucket_nbytes(comm),
-    )
-    return sums.tolist()
+class ProgressCallback(SessionCallback):
+    """Records steps, samples and logs of `fit` for monitors such as `keras-dist top`.
+
+    The overhead is a few assignments per step and no collective. The callback reads one value
+    from the device per epoch, the number of samples of Keras' loss metric. Metrics are recorded as
+    preceding callbacks leave them in the logs: metrics of this rank within an epoch, metrics of all
+    ranks at its end.
+    """
+
+    # The batch hook is thread-safe; Keras may call it asynchronously.
+    async_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts = False  # whether samples of this epoch are not counted yet
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Records the numbers of epochs and steps, as far as Keras knows them."""
+        noted = _engine.progress.progress()
+        noted.step, noted.epochs, noted.steps = 0, self.params["epochs"], self.params["steps"]
+        self._counts = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Records a step. Avoids `self.model`, which copies the state of a JAX model."""
+        _engine.progress.note_step(batch + 1)
+        _engine.progress.progress().logs = logs or {}
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Counts samples before validation resets the metric."""
+        self._count()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Counts samples and records the metrics of the epoch."""
+        self._count()
+        _engine.progress.progress().logs = dict(logs or {})
+
+    def _count(self) -> None:
+        noted = _engine.progress.progress()
+        steps = self.params.get("steps") or noted.step
+        if self._counts and steps:
+            self._counts = False
+            noted.samples_per_step = count_samples(self.model) / steps or None
+
+
+class WriteScalars(SessionCallback):
+    """Writes the values of `keras-dist top` as TensorBoard scalars during `fit`.
+
+    Scalars of the job are `samples_per_second` and Keras' metrics, such as `loss`. Scalars of each
+    rank are `steps_per_second`, `waiting` (a fraction from 0 to 1), `memory_gib`, `gpu_use` and
+    `gpu_memory_gib`, if available. The TensorBoard step is the number of steps of the root. A
+    background thread of the root collects and writes the values; training does not wait for it.
+
+    Every rank must pass the callback to `fit`. It requires TensorFlow on any backend.
+
+    Args:
+        directory: directory of the event files; created if it does not exist.
+        seconds: interval between writes in seconds; the callback also writes at the end of
+            training. Defaults to 10.
+
+    Raises:
+        ArgumentError: monitoring is disabled by `KERAS_DIST_TOP=0`, or TensorFlow is not installed.
+
+    Example:
+    ```python
+    callbacks = keras_dist.callbacks(keras_dist.callbacks.WriteScalars("logs/ranks"))
+    ```
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], seconds: float = 10.0):
+        super().__init__()
+        runtime.communicator()
+        if endpoints.current() is None:
+            _refuse("a job that can be watched", "KERAS_DIST_TOP=0", "Leave that variable out.")
+        if importlib.util.find_spec("tensorflow") is None:
+            _refuse(
+                "TensorFlow, which writes files for TensorBoard",
+                "none",
+                "pip install tensorflow-cpu, or use KERAS_DIST_PROMETHEUS_PORT.",
+            )
+        self.directory, self.seconds = Path(directory), seconds
+        self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins to write, on the root; on another one where that has died."""
+        if runtime.rank() == 0 and self._thread is None:
+            self._ends.clear()
+            self._thread = threading.Thread(
+                target=self._run, name="keras_dist scalars", daemon=True
+            )
+            self._thread.start()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Writes once more."""
+        if self._thread is not None:
+            self._ends.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        import tensorflow as tf
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        suffix = f"{os.uname().nodename}.{os.getpid()}.keras_dist"
+        path = self.directory / f"events.out.tfevents.{time.time_ns()}.{suffix}"
+        # Records alone: an operation of TensorFlow would take a GPU that another backend uses.
+        with tf.io.TFRecordWriter(str(path)) as file:
+
+            def write(**event: Any) -> None:
+                made = tf.compat.v1.Event(wall_time=time.time(), **event)
+                file.write(made.SerializeToString())
+                file.flush()
+
+            write(file_version="brain.Event:2")
+            last = False
+            while not last and _engine.progress.is_during("fit"):
+                last = self._ends.wait(self.seconds)
+                watching = endpoints.current()
+                if watching is None:
+                    return
+                job = watching.collector.job()
+                values = [
+                    tf.compat.v1.Summary.Value(tag=tag, simple_value=value)
+                    for tag, value in _scalars(job).items()
+                ]
+                summary = tf.compat.v1.Summary(value=values)
+                write(step=job.rows[0].report.done, summary=summary)
+
+
+def _scalars(job: Job) -> dict[str, float]:
+    """Returns what is known of a job by the names of TensorBoard, which groups them by prefix."""
+    found: dict[str, float | None] = {"samples_per_second": job.samples_per_second}
+    found |= job.rows[0].report.logs
+    for row in job.rows:
+        report, gpu = row.report, row.report.gpu
+        of_rank = {
+            "steps_per_second": report.steps_per_second,
+            "waiting": report.waiting,
+            "memory_gib": _gib(report.memory_nbytes),
+            "gpu_use": gpu.use if gpu else None,
+            "gpu_memory_gib": _gib(gpu.memory_nbytes) if gpu else None,
+        }
+        found |= {f"{name}/rank {report.rank}": value for name, value in of_rank.items()}
+    return {tag: value for tag, value in found.items() if value is not None}
+
+
+def _gib(nbytes: int | None) -> float | None:
+    return None if nbytes is None else nbytes / 2**30
+
+
+def _refuse(expected: str, received: str, remedy: str) -> None:
+    raise errors.ArgumentError(runtime.where(), expected, received, remedy)

@@ -1,21 +1,46 @@
-"""Verification that replicas are equal: during training, at its end and before writes."""
+"""Replicas are equal: during training, at its end and before writes; their batches are not."""
 
-import warnings
+import collections
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_dist import errors, runtime
+from keras_dist import _backends, errors, runtime
+from keras_dist.data import epochs
+from keras_dist.data.nested import as_array
 from keras_dist.training.distributed import distributed_optimizers
-from keras_dist.training.fit_session import Order
+from keras_dist.training.fit_session import FirstStep, Order
+from keras_dist.training.rank_exchanges import allgather_object
 from keras_dist.training.replicas import average_statistics, broadcast_state, verify_once
-from keras_dist.training.session_callback import SessionCallback
-
-__all__ = ["ENDING", "VerifyReplicas", "are_replicas", "verify_before_writing"]
+from keras_dist.training.session_callback import VALIDATION, SessionCallback
 
 WRITING, ENDING = "writing", "the end of a fit"
+
+
+class AverageStatisticsCallback(SessionCallback):
+    """Averages moving statistics, such as those of batch normalization, over the ranks.
+
+    Each rank updates moving statistics from its own batches. The callback averages them before
+    each validation and at the end of each epoch, so that every rank validates and saves the same
+    model. Other non-trainable weights that differ between ranks are averaged as well, see
+    `keras_dist.training.replicas.average_statistics`.
+
+    Collective: every rank must pass the callback to `fit`.
+    """
+
+    agrees_on = VALIDATION
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Averages before validation."""
+        if self.model.built:
+            average_statistics(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Averages before callbacks save the model."""
+        average_statistics(self.model)
 
 
 class VerifyReplicas(SessionCallback):
@@ -76,25 +101,16 @@ class VerifyReplicas(SessionCallback):
             if not self.repair:
                 raise
             broadcast_state(self.model, self.root_rank)  # raises where the models differ
-            if runtime.rank() == self.root_rank:
-                warnings.warn(
-                    f"{difference} All ranks continue with the state of rank {self.root_rank}.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            self.warn(f"{difference} All ranks continue with the state of rank {self.root_rank}.")
 
 
 def verify_before_writing(
-    model: keras.Model,
-    moment: str = WRITING,
-    check: Callable[[keras.Model], None] | None = None,
+    model: keras.Model, moment: str = WRITING, check: Callable[[keras.Model], None] | None = None
 ) -> dict[int, np.ndarray]:
     """Checks replicas before a file is written or removed.
 
     Averages non-trainable weights first. Does nothing if the optimizers of the model do not
-    reduce over all ranks.
-
-    Collective: every rank; blocks.
+    reduce over all ranks. Collective; blocks.
     """
     if not are_replicas(model):
         return {}
@@ -111,3 +127,64 @@ def are_replicas(model: keras.Model) -> bool:
     optimizers = distributed_optimizers(model)
     job = runtime.fit_communicator()
     return bool(optimizers) and all(o._keras_dist.communicator() is job for o in optimizers)
+
+
+class VerifyBatches(SessionCallback):
+    """Warns if ranks start `fit` with the same first batch.
+
+    Without sharding every rank trains on the same samples, and the job learns no more than a
+    single process. The ranks compare digests of their first batches in one collective before the
+    first step; later steps have no overhead. Data that `keras_dist.data` shards on all ranks is
+    not compared, nor are sparse and ragged tensors of TensorFlow. `keras_dist.callbacks()`
+    includes this callback.
+
+    Collective: every rank must pass the callback to `fit`.
+
+    Args:
+        root_rank: rank that warns. Defaults to 0.
+
+    Raises:
+        ArgumentError: `root_rank` is not a rank.
+    """
+
+    def __init__(self, root_rank: int = 0):
+        super().__init__()
+        runtime.communicator().index_of_root(root_rank)
+        self.root_rank = root_rank
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Makes the first step compare its batch with those of other ranks."""
+        if runtime.fit_size() == 1 or epochs.is_sharded_everywhere():
+            return
+        self.session.before_first_step(FirstStep.COMPARE, self._compare)
+
+    def _compare(self, *arguments: Any) -> tuple[Any, ...]:
+        count = self.session.model.steps_per_execution
+        batch, arguments = _backends.active().first_batch(count, *arguments)
+        digests = allgather_object(_digest(batch), "comparing the first batches")
+        ranks: dict[bytes, list[str]] = collections.defaultdict(list)
+        for rank, digest in enumerate(digests):
+            if digest is not None:
+                ranks[digest].append(str(rank))
+        same = ["ranks " + ", ".join(group) for group in ranks.values() if len(group) > 1]
+        if same:
+            text = errors.explain(
+                runtime.fit_communicator().where(),
+                "a different first batch on each rank",
+                f"the same batch on {' and on '.join(same)}",
+                "Shard the data with keras_dist.data.shard, or draw samples for each rank with "
+                "keras_dist.data.sample. Ignore this warning if equal batches are intended.",
+            )
+            self.warn(text)
+        return arguments
+
+
+def _digest(batch: Any) -> bytes | None:
+    if batch is None:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in keras.tree.flatten(batch):
+        array = as_array(leaf)
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes())
+    return digest.digest()

@@ -17,7 +17,7 @@ from keras_dist.storage.root_action import on_all
 from keras_dist.training import layer_state, random_generators
 from keras_dist.training.metric_states import states_of
 from keras_dist.training.model_state import random_states, to_numpy
-from keras_dist.training.seeds import separate_generators
+from keras_dist.training.random_generators import separate_generators
 
 # JSON, and the bytes of its arrays.
 Packed = tuple[Any, list[np.ndarray]]

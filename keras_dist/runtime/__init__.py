@@ -1,8 +1,4 @@
-"""Job lifecycle: initialization, ranks, process sets and shutdown.
-
-Names are imported lazily from `__init__.pyi`, because `keras_dist` sizes thread pools before numpy
-is imported.
-"""
+"""Job lifecycle, imported lazily: `keras_dist` sizes thread pools before numpy is imported."""
 
 from typing import Any
 

@@ -62,7 +62,8 @@ def install() -> None:
             previous(kind, error, trace)
             return
         _report("".join(traceback.format_exception(kind, error, trace)))
-        if isinstance(error, COLLECTIVE_ERRORS) and _has_no_subsets():
+        has_sets = any(comm.subsets for comm in _communicators()[:1])
+        if isinstance(error, COLLECTIVE_ERRORS) and not has_sets:
             return  # every rank raises the same error and exits by itself
         # The launcher kills the other ranks when one exits; let them print their error first.
         time.sleep(GRACE_SECONDS)
@@ -87,18 +88,8 @@ def _is_single_process() -> bool:
     return comms[0].size == 1 if comms else not launch_environment.starts_ranks()
 
 
-def _has_no_subsets() -> bool:
-    """Returns whether collective errors are raised on all ranks, not only in a process set."""
-    comms = _communicators()
-    return not comms or not comms[0].subsets
-
-
 def _report(text: str) -> None:
-    """Prints a traceback, each line prefixed with the rank.
-
-    The reason of a mismatch is repeated at the end, because frameworks bury errors of the engine
-    under their own tracebacks.
-    """
+    """Prints a traceback, each line prefixed with the rank."""
     from keras_dist import _engine
 
     prefix, reason = "", None
@@ -107,6 +98,7 @@ def _report(text: str) -> None:
         prefix = f"[{comms[0].rank}] "
         reason = comms[0].faults.mismatch
     lines = text.splitlines(keepends=True)
+    # Frameworks bury errors of the engine under their own tracebacks.
     if reason is not None and reason not in lines[-1]:
         lines.append(f"{reason}\n")
     sys.stderr.write("".join(prefix + line for line in lines))
@@ -135,12 +127,9 @@ def _synchronize(comms: "list[Communicator]") -> None:
         events.publish(events.JOB_ENDING, comms[0])
         if comms[0].size > 1 and _detach is not None:
             _detach("a call from an atexit handler, after the job has ended")
-    except errors.MismatchError as error:
-        _report(f"{error}\n")
-        time.sleep(GRACE_SECONDS)
-        _abort(1)
-    except Exception:
-        _report(traceback.format_exc())
+    except Exception as error:
+        is_mismatch = isinstance(error, errors.MismatchError)
+        _report(f"{error}\n" if is_mismatch else traceback.format_exc())
         time.sleep(GRACE_SECONDS)
         _abort(1)
     except KeyboardInterrupt:

@@ -1,8 +1,6 @@
-"""Job state: initialization, ranks and process sets.
+"""The communicators of the job and of its process sets; `startup` connects the ranks.
 
-Holds the communicators of the job and of its process sets. Asking for a rank, or running a
-collective, before `init` initializes keras_dist with its defaults. See `startup` for how ranks
-connect.
+Asking for a rank, or running a collective, before `init` initializes keras_dist with its defaults.
 """
 
 import contextlib
@@ -20,6 +18,7 @@ from keras_dist.runtime.process_sets import (
     ProcessSet,
     Ranks,
     as_process_set,
+    check_process_set,
     check_process_sets,
     global_process_set,
     without_id,
@@ -107,7 +106,7 @@ def init(
     if config.settings().on_failure != "stop":
         survive_rank_loss()
     events.publish(events.JOB_STARTED, joined)
-    exit_hooks.register_job(_all_communicators, detach)
+    exit_hooks.register_job(lambda: [] if _sets is None else communicators(), detach)
 
 
 def shutdown() -> None:
@@ -124,10 +123,7 @@ def shutdown() -> None:
 
 
 def detach(reason: str) -> None:
-    """Detaches this process from the job without notifying the other ranks.
-
-    Any later use of keras_dist is a `LaunchError`.
-    """
+    """Detaches this process from the job, without notifying others; later uses are an error."""
     global _sets, _detached
     _sets, _detached = None, reason
 
@@ -184,21 +180,25 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def communicator(process_set: ProcessSet | None = None) -> _engine.Communicator:
     """Returns the communicator of a process set; initializes keras_dist if needed."""
-    sets = _process_sets()
+    job = _process_sets().job
     if process_set is None or process_set is global_process_set:
-        return sets.job
-    return sets.communicator(process_set)
+        return job
+    return check_process_set(process_set, job.where())._communicator_in(job)
 
 
 def communicators() -> list[_engine.Communicator]:
     """Returns the communicators that this rank belongs to: all ranks first, then process sets."""
-    _process_sets()
-    return _all_communicators()
+    sets = _process_sets()
+    return [sets.job, *sets.communicators()]
 
 
 def includes_me(process_set: ProcessSet | None) -> bool:
     """Returns whether this rank is in a process set; `None` stands for all ranks."""
-    return process_set is None or _process_sets().includes_me(process_set)
+    if process_set is None:
+        return True
+    job = _process_sets().job
+    check_process_set(process_set, job.where())._check(job)
+    return bool(process_set.included())
 
 
 @contextlib.contextmanager
@@ -262,10 +262,7 @@ def can_survive_rank_loss() -> bool:
 
 
 def survive_rank_loss() -> None:
-    """Makes this rank continue when others die; if MPI does not allow it, rank 0 logs a warning.
-
-    Collective: every rank of the job; blocks if MPI allows it.
-    """
+    """Makes this rank continue when others die, or rank 0 log a warning. Collective; blocks."""
     comm = communicator()
     if comm.size == 1 or comm.faults.retry is not None:
         return
@@ -341,10 +338,6 @@ def _watch_forks() -> None:
 def _detach_child() -> None:
     detach(f"process {os.getpid()}, which was forked from it and is not a rank")
     _engine.tracing.forget_trace()
-
-
-def _all_communicators() -> list[_engine.Communicator]:
-    return [] if _sets is None else [_sets.job, *_sets.communicators()]
 
 
 def _process_sets() -> ProcessSetTable:

@@ -25,12 +25,7 @@ SIZES = (
 # second waits in a host call, the call may run a graph, which needs another.
 THREADS = {"TF_NUM_INTRAOP_THREADS": 1, "TF_NUM_INTEROP_THREADS": 2}
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-LOCAL_RANKS = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PMI_LOCAL_RANK",
-    "SLURM_LOCALID",
-)
+LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "SLURM_LOCALID")
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 _sized: set[str] = set()  # the variables of `THREADS` that `limit_threads` has set
@@ -46,15 +41,12 @@ class Announcement:
 
 
 def announced_size(environment: Mapping[str, str] = os.environ) -> Announcement | None:
-    """Returns the announced number of ranks; `None` without a launcher.
-
-    `PMIX_RANK` holds only the rank of this process, so it gives a lower bound.
-    """
+    """Returns the announced number of ranks, at least; `None` without a launcher."""
     for launcher, variable in SIZES:
         size = _number(environment.get(variable))
         if size is not None:
             return Announcement(launcher, variable, size)
-    rank = _number(environment.get("PMIX_RANK"))
+    rank = _number(environment.get("PMIX_RANK"))  # a lower bound
     if rank is not None:
         return Announcement("a PMIx launcher", "PMIX_RANK", rank + 1)
     return None
@@ -77,10 +69,7 @@ def announced_local_rank(environment: Mapping[str, str] = os.environ) -> int | N
 
 
 def is_child() -> bool:
-    """Returns whether `multiprocessing` has started this process, as a child of a rank.
-
-    The child inherits the environment, and runs an unguarded script from the top.
-    """
+    """Returns whether `multiprocessing` has started this process from a rank's script."""
     process: Any = sys.modules.get("multiprocessing.process")  # always imported in a child
     if process is None:
         return False
@@ -112,10 +101,7 @@ def limit_threads(count: int | None = None) -> None:
 
 
 def restore_threads() -> None:
-    """Unsets the variables that `limit_threads` has set, before another program is started.
-
-    That program would take them for the user's choice.
-    """
+    """Unsets what `limit_threads` has set: another program would take it for the user's choice."""
     for name in _sized:
         del os.environ[name]
     _sized.clear()

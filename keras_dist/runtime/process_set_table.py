@@ -30,15 +30,6 @@ class ProcessSetTable:
         global_process_set._bind(GLOBAL, job.ranks, job, job, (GLOBAL,))
         global_process_set.mpi_comm = mpi_comm
 
-    def communicator(self, process_set: Any) -> _engine.Communicator:
-        """Returns the communicator of a set."""
-        return check_process_set(process_set, self.job.where())._communicator_in(self.job)
-
-    def includes_me(self, process_set: Any) -> bool:
-        """Returns whether this rank is in a set."""
-        check_process_set(process_set, self.job.where())._check(self.job)
-        return bool(process_set.included())
-
     def communicators(self) -> list[_engine.Communicator]:
         """Returns the communicators of all sets that this rank is in, except the global set."""
         return [each._communicator for each in self._sets if each._communicator is not None]
@@ -167,8 +158,7 @@ class ProcessSetTable:
 def _match(requests: Sequence[Sequence[Request]], job: _engine.Communicator) -> list[Any]:
     """Returns the group of sets for each position of the ranks' lists.
 
-    A list of ranks is one set, and must be the same on all ranks. Communicators may differ: each
-    rank of a communicator must have passed that communicator.
+    A list of ranks must be the same on all ranks; a communicator on each of its ranks.
     """
     for rank, own in enumerate(requests):
         if len(own) != len(requests[0]):

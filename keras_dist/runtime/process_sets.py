@@ -1,7 +1,4 @@
-"""Process sets: subsets of the ranks on which collectives can be called.
-
-See `process_set_table` for how sets are registered.
-"""
+"""Process sets: subsets of the ranks; see `process_set_table` for how they are registered."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -94,15 +91,7 @@ class ProcessSet:
         communicator: _engine.Communicator | None,
         group_ids: tuple[int, ...],
     ) -> None:
-        """Binds the set to a job.
-
-        Args:
-            set_id: the id of the set.
-            ranks: the ranks of the set, ascending.
-            job: the communicator of all ranks.
-            communicator: the communicator of the set; `None` on a rank that is not in it.
-            group_ids: the ids of the sets that were added together, this set included.
-        """
+        """Binds the set; `communicator` is `None` on other ranks, `group_ids` of its group."""
         self._id, self._ranks, self._group_ids = set_id, tuple(ranks), group_ids
         self._job, self._communicator = job, communicator
 
@@ -111,11 +100,7 @@ class ProcessSet:
         self._job, self._communicator = None, None
 
     def _communicator_in(self, job: _engine.Communicator) -> _engine.Communicator:
-        """Returns the communicator of the set.
-
-        Raises:
-            ArgumentError: this rank is not in the set, or the set has no id.
-        """
+        """Returns the communicator of the set, which must be registered and include this rank."""
         self._check(job)
         if self._communicator is not None:
             return self._communicator

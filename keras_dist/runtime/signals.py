@@ -6,6 +6,7 @@ a separate thread receives signals, through a pipe. Independent of ranks and cal
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -38,7 +39,7 @@ class Signals:
         is_active: Callable[[], bool] | None = None,
     ):
         self._report = report
-        self._is_active = is_active or _is_during_fit
+        self._is_active = is_active or functools.partial(_engine.progress.is_during, "fit")
         self._ours: dict[int, Any] = {}
         is_main = threading.current_thread() is threading.main_thread()
         self._depth = _engine.progress.progress().tasks.count("fit")
@@ -108,35 +109,24 @@ class Signals:
                 os.write(self._before, bytes([number]))
 
 
-def _is_during_fit() -> bool:
-    return _engine.progress.is_during("fit")
-
-
 _installed: list[Signals] = []
 
 
-def _block() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-
-
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+def _mask(how: int) -> None:
+    if _installed:
+        signal.pthread_sigmask(how, HANDLED)
 
 
 def _restore_in_child() -> None:
     for handled in _installed[::-1]:
         handled.restore()
-        _unblock()
-
-
-def _if_installed(act: Callable[[], None]) -> Callable[[], None]:
-    return lambda: act() if _installed else None
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
 
 # A forked child, such as a data loading worker, would write to the pipe of its parent. Signals are
 # blocked until the child has restored them.
 os.register_at_fork(
-    before=_if_installed(_block),
-    after_in_parent=_if_installed(_unblock),
+    before=functools.partial(_mask, signal.SIG_BLOCK),
+    after_in_parent=functools.partial(_mask, signal.SIG_UNBLOCK),
     after_in_child=_restore_in_child,
 )

@@ -11,10 +11,14 @@ import keras
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist._compat.keras.models import layers_of
-from keras_dist.training.adapt_errors import on_every_rank, refused
-from keras_dist.training.bin_boundaries import adapt_bins
-from keras_dist.training.layer_tables import is_lookup
-from keras_dist.training.moments import adapt_moments, is_array
+from keras_dist.training.adapted_numbers import (
+    adapt_bins,
+    adapt_moments,
+    is_array,
+    on_every_rank,
+    refused,
+)
+from keras_dist.training.layer_state import is_lookup
 
 TOKENS = "the counts of tokens"
 
@@ -116,11 +120,8 @@ def _count(layer: Any, data: Any, options: dict[str, Any]) -> None:
     if data is None or ((is_array(data) or isinstance(data, list | tuple)) and len(data) == 0):
         layer.reset_state()
         return
-    vars(layer)["finalize_state"] = lambda: None
-    try:
+    with _replaced(layer, "finalize_state", lambda: None):
         layer.adapt(data, **options)
-    finally:
-        del vars(layer)["finalize_state"]
 
 
 def _tables(lookup: Any) -> list[Any]:
@@ -140,13 +141,9 @@ def _adapt_features(
     """Adapts the features of a `FeatureSpace` one after the other."""
     found: list[tuple[Any, Any]] = []
     with on_every_rank(comm, space), _adapting_by(space, lambda *each: found.append(each)):
-        vars(space)["get_encoded_features"] = _stop
-        try:
+        stops = _replaced(space, "get_encoded_features", _stop)
+        with stops, contextlib.suppress(_FeaturesAreKnown):
             space.adapt(data, **options)
-        except _FeaturesAreKnown:
-            pass
-        finally:
-            del vars(space)["get_encoded_features"]
     for layer, share in found:
         _way_of(layer)(layer, share, {}, comm)
     with _adapting_by(space, lambda *feature: None):
@@ -165,10 +162,18 @@ def _stop() -> None:
 def _adapting_by(space: Any, adapt_one: Callable[[Any, Any], None]) -> Iterator[None]:
     """Returns a context in which a `FeatureSpace` calls a function with each layer and its data."""
     layers = [layer for layer in space.preprocessors.values() if hasattr(layer, "adapt")]
-    for layer in layers:
-        vars(layer)["adapt"] = functools.partial(adapt_one, layer)
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            by_one = functools.partial(adapt_one, layer)
+            stack.enter_context(_replaced(layer, "adapt", by_one))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a method of one object within the context."""
+    vars(owner)[name] = method
     try:
         yield
     finally:
-        for layer in layers:
-            del vars(layer)["adapt"]
+        del vars(owner)[name]

@@ -1,20 +1,20 @@
 """Check that the ranks call `fit` with equal arguments where these must be equal.
 
-The callbacks of keras_dist synchronize at the begin and end of epochs and at validation. A rank
-with more epochs, or with a validation that other ranks lack, would wait there forever.
+A rank with more epochs, or with a validation that other ranks lack, would wait there forever.
 """
 
 from typing import Any
 
 import keras
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import errors, runtime
 from keras_dist.data import epochs
 from keras_dist.data.equal_batches import shapes_of_batches
 from keras_dist.data.kinds import is_tf_dataset
 from keras_dist.runtime.process_sets import ProcessSet, format_ranks, global_process_set
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import Order, members
+from keras_dist.training.rank_exchanges import allgather_object
 
 OPERATION = "the begin of fit with the callbacks of keras_dist"
 SAME_CALLBACKS = (
@@ -61,12 +61,8 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     The data, its number of batches, `verbose`, and callbacks of Keras and of the user may differ.
     Any rank may append such callbacks to those of keras_dist; they may stop training.
 
-    Collective: every rank; blocks.
-
-    Returns:
-        Whether the data of all ranks has been sharded by `keras_dist.data`; `True` without
-        callbacks of keras_dist. And whether the batches of all ranks are known to have equal shapes
-        in each step; `False` without these callbacks.
+    Returns whether the data of all ranks has been sharded by `keras_dist.data`, and whether their
+    batches are known to have equal shapes in each step. Collective; blocks.
     """
     if not members(flat(arguments)) or runtime.fit_size() == 1:
         return True, False
@@ -74,7 +70,7 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     asks = _put_in_order(arguments)
     data = epochs.is_sharded(arguments["x"]), shapes_of_batches(arguments)
     mine = _plan(arguments), data, asks, _cache_files(arguments)
-    gathered = _engine.collectives.allgather_object(comm, mine, operation=OPERATION)
+    gathered = allgather_object(mine, OPERATION)
     plans = [plan for plan, *_ in gathered]
     for rank, plan in enumerate(plans):
         for name, expected in plans[0].items():
@@ -85,7 +81,11 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
                     f"{name}={plan.get(name)}",
                     SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                 )
-    _check_cache_files([held for *_, files in gathered for held in files])
+    held = [each for *_, files in gathered for each in files]
+    if any(files for _, files in held):
+        from keras_dist.data.tf_caches import check_written
+
+        check_written(held)
     answers = zip(*(asks for _, _, asks, _ in gathered), strict=True)
     given = flat(arguments)
     told = [each.told(next(answers)) if members([each]) else each for each in given]
@@ -149,10 +149,3 @@ def _cache_files(arguments: dict[str, Any]) -> list[Any]:
 
     held = [held_files(data) for data in found]
     return [(held[0][0], [file for _, files in held for file in files])]
-
-
-def _check_cache_files(held: list[Any]) -> None:
-    if any(files for _, files in held):
-        from keras_dist.data.tf_caches import check_written
-
-        check_written(held)

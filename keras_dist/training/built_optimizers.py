@@ -1,11 +1,6 @@
-"""Descriptions of built optimizers, by which optimizers are built alike elsewhere.
+"""Descriptions of built optimizers, by which those of a custom `train_step` are built elsewhere.
 
-An optimizer of a custom `train_step` is built at its first step. To restore or broadcast its
-state, it must be built before.
-
-A description is a JSON value: for each optimizer and its inner optimizers, the indices of its
-variables among the weights of the model, or `None` if it is not built, and the number of its own
-state variables. Does not communicate.
+Such an optimizer is built at its first step. To restore or broadcast its state, it must be before.
 """
 
 from collections.abc import Sequence
@@ -16,7 +11,6 @@ import keras
 
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist.training import sharded_state
-from keras_dist.training.copied_options import plain_config
 from keras_dist.training.model_state import (
     accumulators,
     families,
@@ -24,8 +18,10 @@ from keras_dist.training.model_state import (
     optimizers_of,
     to_numpy,
 )
+from keras_dist.training.saved_options import plain_config
 
-# For each optimizer of a model, itself and its inner optimizers: (indices, number of variables).
+# JSON: for each optimizer of a model, itself and its inner optimizers, the indices of its variables
+# among the weights of the model, or `None` if it is not built, and the number of its own variables.
 Described = list[list[tuple[list[int | None] | None, int]]]
 
 _UNKNOWN: Any = (None, None)  # for an optimizer without description: all its variables
@@ -112,10 +108,8 @@ def _own(optimizer: Any) -> list[Any]:
 
 
 def _reset(optimizer: Any, excluded: set[int]) -> None:
-    """Resets the variables of an optimizer to their initial values, except excluded ids.
-
-    Initial values are taken from a new optimizer: not all are 0.
-    """
+    """Resets the variables of an optimizer to their initial values, except excluded ids."""
+    # Not all initial values are 0.
     fresh = type(optimizer).from_config(plain_config(optimizer))
     fresh.build(trained_by(optimizer))
     for variable, value in zip(optimizer.variables, fresh.variables, strict=True):

@@ -1,7 +1,12 @@
-"""Copies of distributed optimizers that Keras has made: they become distributed when they train.
+"""Optimizers that Keras has made of distributed ones: what they reduce is settled when they train.
 
-Until then the variables and layers that options name may not exist, and the copy may be wrapped
-anew, with other options. See `copied_options` for how the options travel.
+A copy becomes distributed then. Before, the variables and layers that options name may not exist,
+and the copy may be wrapped anew, with other options. See `saved_options` for how options travel.
+
+A `LossScaleOptimizer` skips a step when a gradient of its own rank overflows. If the inner
+optimizer reduced, a rank that skips would not reduce, and the other ranks would combine gradients
+of different steps. The reduction therefore moves outwards: by `make_train_function` for models, by
+`watch_loss_scales` for custom loops.
 """
 
 import functools
@@ -13,13 +18,14 @@ import keras
 
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.optimizer_state import trained_by
-from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER
+from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
 from keras_dist.ops.reduction_options import parse_reduction_options
 from keras_dist.training import saved_options
-from keras_dist.training.copied_options import KeepsOptions, base_of, derived, text_in
-from keras_dist.training.distributed import attach
+from keras_dist.training.distributed import attach, check_independent, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.model_state import optimizers_inside
+from keras_dist.training.saved_options import KeepsOptions, base_of, derived, text_in
+from keras_dist.training.sharding import check_unscaled
 
 # Attribute of a copy: the text of its options.
 SAVED = "_keras_dist_saved"
@@ -113,19 +119,55 @@ def complete(optimizer: Any, model: keras.Model | None = None) -> None:
     text = saved_text(optimizer)
     if text is None:
         return
-    where = runtime.where()
     try:
         saved = saved_options.parse(text)
     except ValueError as error:
         expected, remedy = "options of a copied optimizer", "Wrap it in DistributedOptimizer."
-        text = errors.explain(where, expected, str(error), remedy)
-        raise errors.CheckpointError(text) from error
+        raise errors.CheckpointError(runtime.where(), expected, str(error), remedy) from error
     built_for = [] if model is None else model.trainable_variables
     variables = trained_by(optimizer) or built_for
-    found = saved_options.settings(saved, variables, (), where)
-    local, layers = saved_options.local_state(saved, model, variables, where)
+    found = saved_options.settings(saved, variables, ())
+    local, layers = saved_options.local_state(saved, model, variables)
     options = parse_reduction_options(**found)
     forget(optimizer)
     reduction = GradientReduction(options, tuple(layers))
     reduction.registered.extend(local)
     attach(optimizer, reduction)
+
+
+def move_outwards(optimizer: Any) -> bool:
+    """Moves the reduction from an inner optimizer to the `LossScaleOptimizer` around it.
+
+    Under `mixed_float16`, `compile` wraps the user's optimizer. Other optimizers are unchanged.
+    """
+    inner = inner_optimizer(optimizer)
+    complete(inner)
+    if not isinstance(inner, KeepsOptions) or is_distributed(optimizer):
+        return False
+    reduction = inner._keras_dist
+    if reduction.options.shard_state:
+        check_unscaled(optimizer)
+    if reduction.local_variables():
+        check_independent(optimizer)
+    # Keras copies the inner optimizer, which was passed to `compile`.
+    inner.__class__ = derived(base_of(type(inner)), KeepsOptions)
+    attach(optimizer, reduction)
+    return True
+
+
+@functools.cache
+def watch_loss_scales() -> None:
+    """Patches `LossScaleOptimizer` to move the reduction of its inner optimizer outwards."""
+    patched: Any = keras.optimizers.LossScaleOptimizer
+    patched.apply = _moving_outwards(patched.apply)
+    patched.stateless_apply = _moving_outwards(patched.stateless_apply)
+
+
+def _moving_outwards(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if move_outwards(self):  # the class has changed, and with it the method
+            return getattr(self, method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return wrapper

@@ -5,7 +5,11 @@ holds, built state stays, and a saved model loads in a process without keras_dis
 
 Gradients are reduced after Keras' local gradient accumulation and before clipping, so that the
 clipping norm is that of the averaged gradient. If a class overrides `apply`, gradients are reduced
-before that method. `update_check` verifies that each update has been reduced.
+before that method.
+
+The reduction overrides an undocumented Keras method, which another version may rename. `Update`
+and `check_reduced` hook different methods: those that receive gradients, and the method that
+updates variables. In a graph they run at tracing time and cost nothing per step.
 """
 
 import functools
@@ -26,20 +30,73 @@ from keras_dist._compat.keras.optimizers import (
     stateless_step,
 )
 from keras_dist.ops.reduction_options import is_variable
-from keras_dist.training.copied_options import KeepsOptions, base_of, derived
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
-from keras_dist.training.model_state import (
-    accumulators,
-    optimizers_inside,
-    optimizers_of,
-    slice_of,
-)
-from keras_dist.training.sharding import Sharded, convert
-from keras_dist.training.sharding_checks import check_no_local_variables
-from keras_dist.training.update_check import Update, check_independent, check_reduced
+from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of, slice_of
+from keras_dist.training.saved_options import KeepsOptions, base_of, derived
+from keras_dist.training.sharding import Sharded, check_no_local_variables, convert
+
+# Attribute of an optimizer: an update is in progress.
+ENTERED = "_keras_dist_entered"
 
 # The distributed optimizers of this process.
 _attached: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Update:
+    """Context of the outermost update of an optimizer; checks that gradients were reduced."""
+
+    def __init__(self, optimizer: Any, has_gradients: bool):
+        self._optimizer = optimizer
+        self.is_outermost = not optimizer.__dict__.get(ENTERED, False)
+        self._must_reduce = self.is_outermost and has_gradients and optimizer._reduces()
+
+    def __enter__(self) -> "Update":
+        if self.is_outermost:
+            self._mark(True)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if not self.is_outermost:
+            return
+        try:
+            if kind is None and self._must_reduce:
+                check_reduced(self._optimizer)
+        finally:
+            self._mark(False)
+
+    def _mark(self, entered: bool) -> None:
+        self._optimizer.__dict__[ENTERED] = entered
+        self._optimizer._keras_dist.has_reduced = False
+
+
+def check_reduced(optimizer: Any) -> None:
+    """Checks that the gradients of the current update have been reduced."""
+    reduction = optimizer._keras_dist
+    if reduction.has_reduced or reduction.communicator() is None:
+        return
+    versions = f"Keras {keras.__version__} on {keras.backend.backend()}"
+    raise errors.BackendError(
+        runtime.where(),
+        "each update to use the reduced gradients of all ranks",
+        f"an update of {optimizer.name!r} by the gradients of this rank alone, with {versions}",
+        "End the job: the weights of the ranks differ. Use a version of Keras that keras_dist "
+        "supports.",
+    )
+
+
+def check_independent(optimizer: Any) -> None:
+    """Checks that an optimizer updates each variable by the gradient of that variable alone."""
+    every = [optimizer, *optimizers_inside(optimizer)]
+    is_scaled = any(
+        isinstance(optimizer, keras.optimizers.LossScaleOptimizer) for optimizer in every
+    )
+    if is_scaled or any(optimizer.global_clipnorm for optimizer in every):
+        raise errors.ArgumentError(
+            runtime.where(),
+            "an optimizer that updates each variable independently, for local variables",
+            "a LossScaleOptimizer" if is_scaled else "an optimizer with global_clipnorm",
+            "Use clipnorm instead of global_clipnorm, bfloat16 instead of float16.",
+        )
 
 
 def is_distributed(optimizer: Any) -> TypeGuard["_Distributed"]:
@@ -70,10 +127,7 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
 
 
 def variables_of_rank() -> list[Any]:
-    """Returns the state variables that differ from rank to rank, of all distributed optimizers.
-
-    These are gradient accumulators, and slices of sharded state.
-    """
+    """Returns the accumulators and slices of state of all distributed optimizers."""
     every = [optimizer for outer in _attached for optimizer in (outer, *optimizers_inside(outer))]
     slices = [v for optimizer in every for v in optimizer.variables if slice_of(v) is not None]
     return accumulators(every) + slices
@@ -107,7 +161,7 @@ class _Distributed(UpdateHook, KeepsOptions):
                 "Pass for example layer.kernel. To exclude layers, pass local_layers=.",
             )
         check_independent(self)
-        check_no_local_variables(self._keras_dist.options, runtime.where())
+        check_no_local_variables(self._keras_dist.options)
         self._keras_dist.registered.append(variable)
 
     def apply(self, grads: Any, trainable_variables: Any = None, *rest: Any, **options: Any) -> Any:
@@ -234,11 +288,11 @@ class _LossScaled(_ReducingFirst):
 
     def check_finite(self, grads: Any) -> Any:
         finite = super().check_finite(grads)  # type: ignore[misc]
-        return self._keras_dist.agreed(finite) if self._inner_reduces() else finite
+        return finite if self._reduces() else self._keras_dist.agreed(finite)
 
     def _stateless(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         given = optimizer_variables, grads, trainable_variables
-        if not self._inner_reduces():
+        if self._reduces():
             return super()._stateless(*given)
         # Keras would reduce inside a branch, where a JAX step cannot be split.
         finite = self.check_finite(grads)
@@ -247,14 +301,10 @@ class _LossScaled(_ReducingFirst):
         return keras.tree.map_structure(functools.partial(ops.where, finite), taken, skipped)
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
-        return grads if self._inner_reduces() else super()._prepared(grads, variables)
+        return super()._prepared(grads, variables) if self._reduces() else grads
 
     def _reduces(self) -> bool:
-        return not self._inner_reduces()
-
-    def _inner_reduces(self) -> bool:
-        """Returns whether the inner optimizer reduces."""
-        return is_distributed(self.inner_optimizer)
+        return not is_distributed(self.inner_optimizer)
 
 
 def _overrides_apply(cls: type) -> bool:

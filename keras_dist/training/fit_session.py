@@ -75,7 +75,7 @@ class FitSession:
         self.is_evaluation = False
         self._first_step: dict[FirstStep, Callable[..., tuple[Any, ...]]] = {}
         self._resumed: Any = None
-        self._logs: dict[Logs, Transformation] = {Logs.COMPUTE: _by_keras}
+        self._logs: dict[Logs, Transformation] = {Logs.COMPUTE: lambda logs, compute: compute(logs)}
         self._after_hook: list[Work] = []
         self._is_in_hook = False
 
@@ -151,8 +151,7 @@ class FitSession:
     def transform_logs(self, place: Logs, function: Transformation) -> None:
         """Adds a function of logs, which returns those to use instead, for the end of steps.
 
-        Keras has no hook between the last step of an epoch and its validation. It computes the
-        logs of the epoch there.
+        Keras has no hook there, before the validation of an epoch; it computes the logs there.
         """
         self._logs[place] = function
 
@@ -179,11 +178,7 @@ class FitSession:
 
 
 def session_of(model: Any) -> FitSession:
-    """Returns the innermost session of a model.
-
-    A call that began before Keras was patched has none. It gets one here, which stays until the
-    next one begins.
-    """
+    """Returns the innermost session of a model; a call from before Keras was patched gets one."""
     return running_in(model) or FitSession(model).__enter__()
 
 
@@ -205,10 +200,6 @@ def is_evaluated_together(model: Any) -> bool:
     """Returns whether all ranks are evaluating a model."""
     running = None if model is None else running_in(model)
     return running is not None and running.is_evaluation
-
-
-def _by_keras(logs: Any, compute: Compute) -> Any:
-    return compute(logs)
 
 
 def is_stopped(model: Any) -> bool:

@@ -19,10 +19,11 @@ from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.losses import Measured, own_losses, replaced_losses
-from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.gradient_reduction import GradientReduction
-from keras_dist.training.step_reductions import reduce_over_ranks
+from keras_dist.training.rank_exchanges import allreduce, reduce_over_ranks
+
+LOSSES = "the losses of a step"
 
 
 def loss_scale(denominator: Any, process_set: ProcessSet | None = None) -> Any:
@@ -67,13 +68,10 @@ def loss_scale(denominator: Any, process_set: ProcessSet | None = None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the losses in a train or test step must know.
-
-    Args:
-        equal_batches: whether the batches of all ranks have equal shapes in each step.
-    """
+    """What the losses in a train or test step must know."""
 
     reduction: GradientReduction
+    #: whether the batches of all ranks have equal shapes in each step
     equal_batches: bool = False
     evaluates: Callable[[], bool] | None = None
     rows: tuple[Any, Any, Any] | None = None
@@ -143,11 +141,8 @@ def _over_ranks(own: Sequence[Measured]) -> list[Any]:
 
 
 def _without_exchange(own: Measured, step: Step) -> Any:
-    """Returns a loss of all ranks; `None` if its denominators must be exchanged.
-
-    Keras weighs the value that it records by the rows of this rank.
-    """
-    if step.evaluates is not None:
+    """Returns a loss of all ranks; `None` if its denominators must be exchanged."""
+    if step.evaluates is not None:  # Keras weighs the value by the rows of this rank
         return own.value if own.is_of_rows and own.reduction != "sum" else None
     if not own.is_count:
         return None
@@ -245,9 +240,7 @@ def _summed(
     """Returns the sum of the arrays of all ranks, or an array itself if only this one evaluates."""
     if evaluates is not None and not evaluates():
         return array
-    comm = runtime.communicator(process_set)
-    options, names = _engine.OpOptions(_engine.ReduceOp.SUM), ["the losses of a step"]
-    [summed] = _engine.collectives.allreduce(comm, [array], names, options, bucket_nbytes(comm))
+    [summed] = allreduce(runtime.communicator(process_set), [array], [LOSSES])
     return summed
 
 
@@ -256,9 +249,8 @@ def _check_equal(denominators: Sequence[Any], step: Step) -> None:
     count, process_set = len(denominators), step.reduction.options.process_set
 
     def check(bounds: np.ndarray) -> np.ndarray:
-        comm, options = runtime.communicator(process_set), _engine.OpOptions(_engine.ReduceOp.MAX)
-        names, nbytes = ["the losses of a step"], bucket_nbytes(comm)
-        [found] = _engine.collectives.allreduce(comm, [bounds], names, options, nbytes)
+        comm = runtime.communicator(process_set)
+        [found] = allreduce(comm, [bounds], [LOSSES], _engine.ReduceOp.MAX)
         for least, most in zip(-found[count:], found[:count], strict=True):
             if least != most:
                 raise errors.ArgumentError(

@@ -14,8 +14,8 @@ from keras_dist._compat.keras.optimizer_state import is_overwritten
 from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.training.model_state import variable_name
+from keras_dist.training.rank_exchanges import reduce_over_ranks
 from keras_dist.training.rank_gradients import RankGradients, key_of
-from keras_dist.training.step_reductions import reduce_over_ranks
 
 # Attribute of gradients that a tape has reduced.
 REDUCED = "_keras_dist_reduced"
@@ -55,9 +55,7 @@ class GradientReduction:
         """Calls a function that reduces gradients, with zeros for those that only others have.
 
         Nothing is exchanged as long as all ranks have the gradients of the same variables. A
-        compiled step that lacks a gradient asks the other ranks once, when it is traced.
-
-        Collective: the ranks that reduce; blocks.
+        compiled step that lacks one asks the other ranks once, when it is traced. Collective.
         """
         _check_counts(gradients, variables)
         comm, known = self.communicator(), known or variables
@@ -148,10 +146,7 @@ class GradientReduction:
         )
 
     def reduce_overwriting(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Reduces gradients that Keras assigns to their variables, by the maximum over the ranks.
-
-        These are the amax history and the scales of float8 layers. Other gradients are unchanged.
-        """
+        """Reduces gradients that Keras assigns to float8 scales and maxima; leaves others."""
         _check_counts(gradients, variables)
         result = list(gradients)
         present = [at for at, gradient in enumerate(gradients) if gradient is not None]

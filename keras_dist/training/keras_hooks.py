@@ -16,7 +16,7 @@ from keras_dist import _engine, runtime
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import LOGS
 from keras_dist.data import epochs
-from keras_dist.training import seeds
+from keras_dist.training import random_generators
 from keras_dist.training.agreement import agree_on_fit, set_of_fit
 from keras_dist.training.fit_session import (
     SESSION,
@@ -49,10 +49,10 @@ def watch_models() -> None:
         _patch(keras.Model, name, around)
     for name, around in (
         ("on_train_begin", _on_train_begin),
-        ("on_epoch_begin", _on_epoch_begin),
+        ("on_epoch_begin", functools.partial(_on_epoch, FitSession.call_hook)),
         ("on_train_batch_begin", _on_batch),
         ("on_train_batch_end", _on_batch),
-        ("on_epoch_end", _on_epoch_end),
+        ("on_epoch_end", functools.partial(_on_epoch, FitSession.end_epoch)),
         ("on_train_end", _on_train_end),
     ):
         _patch(keras.callbacks.CallbackList, name, around)
@@ -73,12 +73,8 @@ def _patch(cls: type, name: str, around: Callable[..., Any]) -> None:
 # --- methods of models -------------------------------------------------------------------------
 
 
+@_engine.progress.during("fit")
 def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _engine.progress.during("fit"):
-        return _compared_fit(fit, *args, **kwargs)
-
-
-def _compared_fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a fit: first the ranks compare its arguments."""
     signature = inspect.signature(fit)
     bound = signature.bind(*args, **kwargs)
@@ -96,7 +92,7 @@ def _compared_fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
         data = epochs.training_on(bound.arguments, *agreement)
         try:
-            with FitSession(model), data, seeds.separable():
+            with FitSession(model), data, random_generators.separable():
                 return fit(*given, **options)
         finally:
             if is_within:  # the outer fit goes on with its own step
@@ -137,12 +133,18 @@ def _on_train_begin(hook: Callable[..., None], callbacks: Any, logs: Any = None)
     return session_for_list(callbacks).begin(callbacks, functools.partial(hook, callbacks, logs))
 
 
-def _on_epoch_begin(
-    hook: Callable[..., None], callbacks: Any, epoch: int, logs: Any = None
+def _on_epoch(
+    call: Callable[..., None],
+    hook: Callable[..., None],
+    callbacks: Any,
+    epoch: int,
+    logs: Any = None,
 ) -> None:
     session = running_in(callbacks)
-    call = _called if session is None else session.call_hook
-    call(hook, callbacks, epoch, logs)
+    if session is None:
+        hook(callbacks, epoch, logs)
+    else:
+        call(session, hook, callbacks, epoch, logs)
 
 
 def _on_batch(hook: Callable[..., None], callbacks: Any, batch: int, logs: Any = None) -> None:
@@ -155,18 +157,8 @@ def _on_batch(hook: Callable[..., None], callbacks: Any, batch: int, logs: Any =
         session.call_hook(hook, callbacks, batch, logs)
 
 
-def _on_epoch_end(hook: Callable[..., None], callbacks: Any, epoch: int, logs: Any = None) -> None:
-    session = running_in(callbacks)
-    call = _called if session is None else session.end_epoch
-    call(hook, callbacks, epoch, logs)
-
-
 def _on_train_end(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
     hook(callbacks, logs)
     session: FitSession | None = vars(callbacks).pop(SESSION, None)
     if session is not None and session.task == "loop":
         session.__exit__()
-
-
-def _called(hook: Callable[..., None], *arguments: Any) -> None:
-    hook(*arguments)

@@ -9,9 +9,11 @@ the constants anew. Does not communicate.
 import contextlib
 import hashlib
 import io
+import json
 import logging
 import pathlib
 import tempfile
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +22,8 @@ import numpy as np
 
 from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist._compat.keras.models import is_trainer, layers_of
-from keras_dist.training import layer_tables
-from keras_dist.training.model_state import local_variables, to_numpy
-from keras_dist.training.traced_steps import retrace
+from keras_dist.training.model_state import layer_name, local_variables, to_numpy
+from keras_dist.training.train_functions import retrace
 
 # What each layer with such state keeps: arrays by kind and key, in the order of the layers.
 Kept = Sequence[dict[str, np.ndarray]]
@@ -33,10 +34,14 @@ ASSET, STORED, REFERENCE = "asset/", "stored/", "variable/"
 TRACED_WITH = "_keras_dist_traced_with"
 # Name of a mark: a method has failed.
 UNREADABLE = "unreadable"
+# Names of what tables keep.
+VOCABULARY, WEIGHTS, BINS = "vocabulary", "idf weights", "bins"
 METHODS = ("save_own_variables", "load_own_variables", "save_assets", "load_assets")
 DIGEST_NBYTES = 16
 
 _log = logging.getLogger("keras_dist")
+# What was read of a lookup, with its table and weights, which Keras replaces when they change.
+_vocabularies: Any = weakref.WeakKeyDictionary()
 
 
 def is_stateful(model: keras.Model) -> bool:
@@ -53,8 +58,8 @@ def write_tables(model: keras.Model, kept: Kept) -> None:
     """Sets vocabularies and boundaries of bins, which do not depend on variables."""
     for layer, mine in zip(_layers(model), kept, strict=True):
         try:
-            if layer_tables.is_table(layer):
-                layer_tables.write(layer, mine)
+            if _is_table(layer):
+                _write_table(layer, mine)
         except Exception as error:  # Keras raises errors of several classes
             raise _refused(layer, error) from error
 
@@ -129,7 +134,7 @@ def _layers(model: keras.Model) -> list[Any]:
     return [
         layer
         for layer in layers_of(model)
-        if layer_tables.is_table(layer) or _derives(layer) or _defines(layer, *METHODS)
+        if _is_table(layer) or _derives(layer) or _defines(layer, *METHODS)
     ]
 
 
@@ -140,10 +145,7 @@ def _are_local(model: keras.Model) -> list[bool]:
 
 
 def _defines(layer: Any, *names: str) -> bool:
-    """Returns whether a method of a layer is that of a user's class, not Keras' own.
-
-    Those of Keras' own layers save and load variables, in the layouts of quantized layers.
-    """
+    """Returns whether a method is that of a user's class: Keras' own save and load variables."""
     methods = [getattr(type(layer), name, None) for name in names]
     return any(method is not None and not is_part_of_keras(method) for method in methods)
 
@@ -151,24 +153,20 @@ def _defines(layer: Any, *names: str) -> bool:
 def _derives(layer: Any) -> bool:
     """Returns whether `finalize_state` of a layer derives constants from its variables."""
     # Those of Keras' tables compute a new table from counts that are gone.
-    is_table = layer_tables.is_table(layer) or isinstance(layer, keras.layers.TextVectorization)
+    is_table = _is_table(layer) or isinstance(layer, keras.layers.TextVectorization)
     return hasattr(layer, "finalize_state") and not is_table
 
 
 def _refused(layer: Any, error: Exception) -> ValueError:
     received = f"{type(error).__name__}: {error}"
-    return ValueError(f"layer {_name(layer)!r} cannot take the state: {received}")
+    return ValueError(f"layer {layer_name(layer)!r} cannot take the state: {received}")
 
 
 def _label(layer: Any) -> str:
-    if layer_tables.is_table(layer):
-        return f"{layer_tables.described(layer)} of {_name(layer)}"
-    return f"what {_name(layer)} computes with besides its variables"
-
-
-def _name(layer: Any) -> str:
-    name: str = layer.path or layer.name  # a layer that is not built has no path
-    return name
+    if _is_table(layer):
+        kind = "the vocabulary" if is_lookup(layer) else "the bin boundaries"
+        return f"{kind} of {layer_name(layer)}"
+    return f"what {layer_name(layer)} computes with besides its variables"
 
 
 def _digest(layer: Any) -> bytes:
@@ -183,7 +181,7 @@ def _digest(layer: Any) -> bytes:
 def _constants(layer: Any) -> dict[str, np.ndarray]:
     """Returns arrays and numbers that a layer holds as attributes."""
     found: dict[str, np.ndarray] = {}
-    if layer_tables.is_table(layer) or (is_trainer(layer) and not _derives(layer)):
+    if _is_table(layer) or (is_trainer(layer) and not _derives(layer)):
         return found
     for name, value in vars(layer).items():
         is_array = isinstance(value, float | np.ndarray | np.generic) or _is_tensor(value)
@@ -194,14 +192,14 @@ def _constants(layer: Any) -> dict[str, np.ndarray]:
 
 
 def _kept_by(layer: Any) -> dict[str, np.ndarray]:
-    kept = dict(layer_tables.read(layer)) if layer_tables.is_table(layer) else {}
+    kept = dict(_read_table(layer)) if _is_table(layer) else {}
     try:
         if _defines(layer, *METHODS[:2]):
             kept.update(_store_of(layer))
         if _defines(layer, "save_assets"):
             kept.update(_assets_of(layer))
     except Exception as error:  # of a user's method, perhaps since the layer is not adapted
-        _log.debug("keras_dist: what layer %r keeps cannot be saved: %s", _name(layer), error)
+        _log.debug("keras_dist: what layer %r keeps cannot be saved: %s", layer_name(layer), error)
         kept[UNREADABLE] = np.array(True)
     return kept
 
@@ -281,3 +279,61 @@ def _plain(value: Any) -> np.ndarray:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, keras.Variable) or bool(keras.ops.is_tensor(value))
+
+
+# --- The tables of Keras' preprocessing layers: vocabularies and boundaries of bins
+
+
+def is_lookup(layer: Any) -> bool:
+    """Returns whether a layer keeps a vocabulary itself."""
+    return isinstance(layer, keras.layers.StringLookup | keras.layers.IntegerLookup)
+
+
+def _is_table(layer: Any) -> bool:
+    """Returns whether a layer keeps a vocabulary or boundaries of bins itself."""
+    return is_lookup(layer) or isinstance(layer, keras.layers.Discretization)
+
+
+def _read_table(layer: Any) -> dict[str, np.ndarray]:
+    """Returns the table of a layer; of one that is not adapted, nothing."""
+    if is_lookup(layer):
+        return _vocabulary(layer)
+    bins = layer.bin_boundaries
+    return {} if bins is None else {BINS: np.array(bins, np.float64)}
+
+
+def _write_table(layer: Any, kept: dict[str, np.ndarray]) -> None:
+    if is_lookup(layer):
+        _write_vocabulary(layer, kept)
+    elif BINS in kept and not np.array_equal(kept[BINS], _read_table(layer).get(BINS, ())):
+        layer.bin_boundaries = kept[BINS].tolist()
+
+
+def _vocabulary(layer: Any) -> dict[str, np.ndarray]:
+    """Returns the vocabulary of a lookup as JSON, which keeps all characters, and its weights."""
+    if int(layer.lookup_table.size()) == 0:
+        return {}
+    weights = layer.idf_weights_const if layer.output_mode == "tf_idf" else None
+    table, before, kept = _vocabularies.get(layer, (None, None, {}))
+    if table is layer.lookup_table and before is weights:
+        return kept
+    plain = str if layer.vocabulary_dtype == "string" else int
+    vocabulary = [plain(token) for token in layer.get_vocabulary()]
+    kept = {VOCABULARY: np.frombuffer(json.dumps(vocabulary).encode(), np.uint8)}
+    if weights is not None:
+        kept[WEIGHTS] = np.asarray(weights)[: len(vocabulary)]  # without padding
+    _vocabularies[layer] = layer.lookup_table, weights, kept
+    return kept
+
+
+def _write_vocabulary(layer: Any, kept: dict[str, np.ndarray]) -> None:
+    mine = _vocabulary(layer)
+    names = {VOCABULARY, WEIGHTS} & kept.keys()
+    if all(name in mine and np.array_equal(mine[name], kept[name]) for name in names):
+        return
+    vocabulary = json.loads(kept[VOCABULARY].tobytes())
+    weights = kept.get(WEIGHTS)
+    layer.set_vocabulary(vocabulary, weights)
+    if layer.input_vocabulary is not None:  # the one in the configuration
+        layer.input_vocabulary = vocabulary
+        layer.input_idf_weights = weights if weights is None else weights.tolist()

@@ -1,7 +1,4 @@
-"""The state of a model: weights, optimizer variables, and state that is local to a rank.
-
-Does not communicate. `replicas` makes state equal on all ranks.
-"""
+"""The state of a model: weights, optimizer variables, and state that is local to a rank."""
 
 import re
 from collections.abc import Iterable
@@ -21,17 +18,17 @@ SLICE = "_keras_dist_slice"
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the optimizers of a model and their inner optimizers, without duplicates.
-
-    The compiled optimizer comes first. A custom train step may use others, found in attributes of
-    the model and in its lists and dicts.
-    """
+    """Returns the optimizers of a model and their inner optimizers, each once; see `families`."""
     every = [optimizer for family in families(model) for optimizer in family]
     return list({id(optimizer): optimizer for optimizer in every}.values())
 
 
 def families(model: keras.Model) -> list[list[Any]]:
-    """Returns, for each optimizer of a model, the optimizer followed by its inner optimizers."""
+    """Returns, for each optimizer of a model, the optimizer followed by its inner optimizers.
+
+    The compiled one comes first, then those that a custom train step has in attributes of the model
+    and in its lists and dicts.
+    """
     found: list[Any] = [models.optimizer_of(model)]
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
@@ -53,10 +50,7 @@ def optimizers_inside(optimizer: Any) -> list[Any]:
 
 
 def has_weights(model: keras.Model) -> bool:
-    """Returns whether the weights of a model exist.
-
-    A model with a custom `train_step` may have built layers without being built itself.
-    """
+    """Returns whether the weights of a model exist, also of one that only has built layers."""
     layers = [layer for layer in models.layers_of(model) if layer is not model]
     return model.built or (bool(layers) and all(layer.built for layer in layers))
 
@@ -83,11 +77,7 @@ def slice_of(variable: Any) -> tuple[Any, int] | None:
 
 
 def replicated_variables(optimizer: Any) -> list[Any]:
-    """Returns the variables that the ranks of a distributed optimizer keep equal.
-
-    These are its trainable variables and its state, without local variables, accumulators and
-    slices.
-    """
+    """Returns the variables and the state of an optimizer that its ranks keep equal."""
     every = [optimizer, *optimizers_inside(optimizer)]
     trained = optimizer_state.trained_by(optimizer)
     local = keras_variables(trained, optimizer._keras_dist.local_variables())
@@ -101,6 +91,12 @@ def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     return [
         variable for optimizer in optimizers for variable in optimizer_state.accumulators(optimizer)
     ]
+
+
+def clear_accumulators(optimizers: Iterable[Any]) -> None:
+    """Clears accumulated gradients: those of another rank, or step, must not be applied."""
+    for accumulator in accumulators(optimizers):
+        accumulator.assign(keras.ops.zeros(accumulator.shape, accumulator.dtype))
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:
@@ -130,6 +126,12 @@ def variable_name(variable: Any) -> str:
     """Returns the path of a variable, such as `dense/kernel`."""
     path = getattr(variable, "path", None) or getattr(variable, "name", None) or "a tensor"
     return re.sub(r":\d+$", "", str(path))
+
+
+def layer_name(layer: Any) -> str:
+    """Returns the path of a layer; one that is not built has none, but a name."""
+    name: str = layer.path or layer.name
+    return name
 
 
 def bytes_of(variable: Any) -> np.ndarray:

@@ -11,17 +11,12 @@ from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, innermost_optim
 from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.reduction_options import parse_layers, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet
-from keras_dist.training.copies import forget, watch_copies
-from keras_dist.training.distributed import attach, is_distributed
+from keras_dist.training.copies import forget, watch_copies, watch_loss_scales
+from keras_dist.training.distributed import attach, check_independent, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.keras_hooks import watch_models
-from keras_dist.training.loss_scaling import watch_loss_scales
 from keras_dist.training.model_state import optimizers_inside
-from keras_dist.training.sharding_checks import (
-    check_no_local_variables,
-    check_shardable,
-)
-from keras_dist.training.update_check import check_independent
+from keras_dist.training.sharding import check_no_local_variables, check_shardable
 
 
 def DistributedOptimizer(
@@ -121,7 +116,7 @@ def DistributedOptimizer(
     for framework in ("python", "keras", keras.backend.backend()):
         contract.check(framework)
     where = runtime.where()
-    _check_optimizer(optimizer, where)
+    _check_optimizer(optimizer)
     if shard_gradients:
         raise errors.ArgumentError(
             where,
@@ -144,8 +139,8 @@ def DistributedOptimizer(
     )
     forget(optimizer)
     if options.shard_state:
-        check_shardable(optimizer, options, where)
-    _accumulate(optimizer, options.passes, where)
+        check_shardable(optimizer, options)
+    _accumulate(optimizer, options.passes)
     attach(optimizer, GradientReduction(options))
     watch_copies(optimizer)
     watch_models()
@@ -189,16 +184,16 @@ def PartialDistributedOptimizer(
         check_independent(optimizer)
     distributed = DistributedOptimizer(optimizer, **options)
     if layers:
-        check_no_local_variables(distributed._keras_dist.options, runtime.where())
+        check_no_local_variables(distributed._keras_dist.options)
     distributed._keras_dist.local_layers = layers
     return distributed
 
 
-def _check_optimizer(optimizer: Any, where: str) -> None:
+def _check_optimizer(optimizer: Any) -> None:
     """Checks that `optimizer` is a Keras optimizer that is not distributed yet."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise errors.ArgumentTypeError(
-            where,
+            runtime.where(),
             "an instance of a Keras optimizer",
             f"{optimizer!r} of type {type(optimizer).__name__}",
             "Pass for example keras.optimizers.SGD(0.01), or keras.optimizers.get(...) of a "
@@ -206,14 +201,14 @@ def _check_optimizer(optimizer: Any, where: str) -> None:
         )
     if any(map(is_distributed, [optimizer, *optimizers_inside(optimizer)])):
         raise errors.ArgumentError(
-            where,
+            runtime.where(),
             "an optimizer that is not distributed yet",
             f"a distributed {type(optimizer).__name__}",
             "Wrap the optimizer once: wrapped twice, it would average twice.",
         )
 
 
-def _accumulate(optimizer: Any, passes: int, where: str) -> None:
+def _accumulate(optimizer: Any, passes: int) -> None:
     """Sets `gradient_accumulation_steps` of the optimizer that applies gradients."""
     applying = innermost_optimizer(optimizer)
     given = applying.gradient_accumulation_steps
@@ -235,4 +230,4 @@ def _accumulate(optimizer: Any, passes: int, where: str) -> None:
     else:
         applying.gradient_accumulation_steps = passes
         return
-    raise errors.ArgumentError(where, expected, received, remedy)
+    raise errors.ArgumentError(runtime.where(), expected, received, remedy)

@@ -114,15 +114,14 @@ def _report(results: list[Any], failure: Exception | None) -> _Report:
 
 def _check(reports: list[_Report]) -> None:
     """Checks that no rank failed, and that there are predictions."""
-    size = len(reports)
-    received, remedy = "", "See the traceback of that rank."
-    failed = [(rank, text) for rank, (text, *_) in enumerate(reports) if text is not None]
-    if failed:
-        where, received = f"[rank {failed[0][0]} of {size}]", failed[0][1]
-    elif all(specs is None for _, _, specs, _ in reports):
-        where, received, remedy = runtime.where(), "data without a batch", "Pass more data."
-    if received:
-        raise errors.DataError(where, "predictions for all data", received, remedy)
+    expected = "predictions for all data"
+    for rank, (text, *_) in enumerate(reports):
+        if text is not None:
+            where, remedy = f"[rank {rank} of {len(reports)}]", "See the traceback of that rank."
+            raise errors.DataError(where, expected, text, remedy)
+    if all(specs is None for _, _, specs, _ in reports):
+        where, remedy = runtime.where(), "Pass more data."
+        raise errors.DataError(where, expected, "data without a batch", remedy)
 
 
 def _order(counts: list[list[int]]) -> np.ndarray:

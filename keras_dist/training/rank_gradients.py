@@ -1,13 +1,19 @@
-"""The gradients of a rank by variable, and zeros in place of those that only other ranks have."""
+"""The gradients of a rank by variable, and zeros in place of those that only other ranks have.
 
-from collections.abc import Sequence
+Ranks tell variables apart by their paths, without what Keras numbers by itself: variables and
+layers of one class that have no name, in the order in which a process makes them. A rank that has
+made other models before, or has loaded its model, has other numbers.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 
 from keras_dist import _backends
 from keras_dist.training.model_state import variable_name
-from keras_dist.training.variable_keys import variable_keys
 
 
 class RankGradients:
@@ -58,3 +64,36 @@ def key_of(variable: Any) -> int:
     """Returns what tells variables apart; a Keras variable is the framework's, which it holds."""
     holds = isinstance(variable, keras.Variable) and keras.backend.backend() != "jax"
     return id(variable.value if holds else variable)
+
+
+@functools.lru_cache(maxsize=64)
+def variable_keys(paths: Sequence[str], model: str = "") -> tuple[str, ...]:
+    """Returns a key for each variable; automatic numbers count from the first of the model."""
+    # The name of a Sequential model leads the paths, but is absent after loading.
+    leading = rf"^({re.escape(model)}|sequential(_\d+)?)/"
+    split = [re.sub(leading, "", path).split("/") for path in paths]
+    automatic = set(_automatic_names())
+    first: dict[str, int] = {}
+    for base, number in (_numbered(part) for parts in split for part in parts):
+        first[base] = min(number, first.get(base, number))
+
+    def key(part: str) -> str:
+        base, number = _numbered(part)
+        return f"{base}_{number - first[base]}" if base in automatic else part
+
+    return tuple("/".join(map(key, parts)) for parts in split)
+
+
+def _numbered(part: str) -> tuple[str, int]:
+    base, _, number = part.rpartition("_")
+    return (base, int(number)) if base and number.isdecimal() else (part, 0)
+
+
+def _automatic_names() -> Iterator[str]:
+    """Yields the names that Keras gives to what has no name, before it adds numbers."""
+    classes = [keras.Layer, keras.Variable]
+    while classes:
+        cls = classes.pop()
+        classes.extend(cls.__subclasses__())
+        words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", cls.__name__)
+        yield re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()

@@ -1,7 +1,6 @@
 """Broadcast, averaging and verification of the replicas of a model.
 
-The state of a replica is its weights and optimizer variables, without its random generators, which
-differ from rank to rank.
+Their random generators, which differ from rank to rank, are no part of them.
 """
 
 import contextlib
@@ -15,7 +14,6 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.training import built_optimizers, layer_state, sharded_state
 from keras_dist.training.layer_state import DIGEST_NBYTES
@@ -28,6 +26,7 @@ from keras_dist.training.model_state import (
     value_of,
     variable_name,
 )
+from keras_dist.training.rank_exchanges import allgather_object, allreduce
 
 # Attribute of a model: the event at which its replicas were last verified.
 VERIFIED = "_keras_dist_verified"
@@ -44,9 +43,7 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     """Broadcasts the weights, layer state and optimizer state of the root to every rank.
 
     Local variables, their layers and their optimizer state are unchanged. Sharded optimizer state
-    is that which the root has loaded, if it has loaded any.
-
-    Collective: every rank; blocks.
+    is that which the root has loaded, if it has loaded any. Collective; blocks.
     """
     model.__dict__.pop(VERIFIED, None)
     sharded_state.share_loaded(model, root_rank)
@@ -56,31 +53,18 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
 
 
 def build_optimizers_alike(model: keras.Model) -> None:
-    """Builds the optimizers of a model that are built on other ranks.
-
-    Collective: every rank; blocks.
-    """
-    descriptions = _engine.collectives.allgather_object(
-        runtime.fit_communicator(),
-        built_optimizers.describe(model),
-        operation="the optimizers that are built",
-    )
+    """Builds the optimizers of a model that are built on other ranks. Collective; blocks."""
+    mine = built_optimizers.describe(model)
+    descriptions = allgather_object(mine, "the optimizers that are built")
     built_optimizers.build(model, built_optimizers.merge(descriptions))
 
 
 def broadcast_variables(
     comm: _engine.Communicator, variables: Sequence[Any], root_rank: int
 ) -> None:
-    """Broadcasts the values of variables. Collective: the ranks of `comm`; blocks.
+    """Broadcasts the values of Keras variables, of the rank `root_rank` of the job.
 
-    Args:
-        comm: the communicator.
-        variables: Keras variables, of the same shapes and dtypes on each rank.
-        root_rank: the rank, in the job, whose values are broadcast.
-
-    Raises:
-        MismatchError: the variables differ; raised on every rank.
-        ArgumentError: `root_rank` is not a rank of `comm`.
+    Collective: the ranks of `comm`; blocks. All raise a `MismatchError` if the variables differ.
     """
     backend = _backends.active()
     variables = variables if comm.size > 1 else []
@@ -116,9 +100,7 @@ def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
 
     The moving statistics of batch normalization differ from rank to rank. Weights of a float dtype
     that differ are averaged, other weights that differ are broadcast from rank 0. Equal weights,
-    for example of a frozen backbone, keep their bits.
-
-    Collective: every rank; blocks.
+    for example of a frozen backbone, keep their bits. Collective; blocks.
     """
     comm = runtime.fit_communicator()
     if comm.size == 1:
@@ -130,19 +112,10 @@ def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
     different = [weights[index] for index in own]
     floats = [w for w in different if keras.backend.is_float_dtype(w.dtype)]
     others = [w for w in different if not keras.backend.is_float_dtype(w.dtype)]
-    averaged = _engine.collectives.allreduce(
-        comm,
-        [to_numpy(weight) for weight in floats],
-        [variable_name(weight) for weight in floats],
-        _engine.OpOptions(_engine.ReduceOp.AVERAGE),
-        bucket_nbytes(comm),
-    )
-    copied = _engine.collectives.broadcast(
-        comm,
-        [to_numpy(weight) for weight in others],
-        [variable_name(weight) for weight in others],
-        root=comm.ranks[0],
-    )
+    values, names = list(map(to_numpy, floats)), list(map(variable_name, floats))
+    averaged = allreduce(comm, values, names, _engine.ReduceOp.AVERAGE)
+    values, names = list(map(to_numpy, others)), list(map(variable_name, others))
+    copied = _engine.collectives.broadcast(comm, values, names, root=comm.ranks[0])
     for weight, value in zip(floats + others, averaged + copied, strict=True):
         weight.assign(value)
     if own:
@@ -184,8 +157,6 @@ def verify_sums(model: keras.Model) -> None:
 
     A sum misses differences that cancel each other out, such as 8-byte words that have changed
     places; differences that have nothing to do with each other are missed once in 2**64.
-
-    Collective: every rank; blocks.
     """
     _verify(model, _sum)
 
@@ -199,8 +170,10 @@ def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
     if not different:
         return
     names = [*map(variable_name, variables), *(name for name, _ in layers)]
-    remedy = "Pass keras_dist.callbacks() to fit, wrap the optimizer in "
-    remedy += "keras_dist.DistributedOptimizer, and change weights equally on all ranks."
+    remedy = (
+        "Pass keras_dist.callbacks() to fit, wrap the optimizer in "
+        "keras_dist.DistributedOptimizer, and change weights equally on all ranks."
+    )
     raise errors.MismatchError(
         comm.where(),
         f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks"
@@ -211,10 +184,7 @@ def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
 
 
 def verify_once(model: keras.Model, event: str) -> None:
-    """Calls `verify_replicas` once per event and optimizer step.
-
-    Collective: every rank; blocks.
-    """
+    """Calls `verify_replicas` once per event and optimizer step. Collective; blocks."""
     now = (event, [int(optimizer.iterations) for optimizer in optimizers_of(model)])
     if model.__dict__.get(VERIFIED) != now:
         verify_replicas(model)
@@ -226,11 +196,8 @@ def _digest(variable: Any) -> bytes:
 
 
 def _digests(
-    comm: _engine.Communicator,
-    variables: Sequence[Any],
-    digest: Callable[[Any], bytes] = _digest,
+    comm: _engine.Communicator, variables: Sequence[Any], digest: Callable[[Any], bytes] = _digest
 ) -> list[bytes]:
-    """Returns the digest of each variable."""
     # Hashing, and copies of a GPU, release the interpreter.
     with ThreadPoolExecutor(min(MOST_THREADS, max(1, comm.job.fewest_cores))) as threads:
         return list(threads.map(digest, variables))
@@ -245,11 +212,7 @@ def _sum(variable: Any) -> bytes:
 
 
 def differing(comm: _engine.Communicator, digests: Sequence[bytes]) -> dict[int, list[int]]:
-    """Returns the ranks that differ from rank 0, by index of the digest.
-
-    Args:
-        digests: `DIGEST_NBYTES` bytes for each variable and layer.
-    """
+    """Returns the ranks that differ from rank 0, by index of the digest, of `DIGEST_NBYTES`."""
     mine = np.frombuffer(b"".join(digests), np.uint8).reshape(1, -1, DIGEST_NBYTES)
     gathered = _engine.collectives.allgather(comm, mine, f"the digests of {len(digests)} variables")
     differs = (gathered != gathered[:1]).any(axis=2)  # shape (ranks, variables)
@@ -270,10 +233,7 @@ def described(names: Sequence[str], different: Mapping[int, Sequence[int]]) -> s
 def broadcast_layers(
     comm: _engine.Communicator, model: keras.Model, root_rank: int
 ) -> Iterator[None]:
-    """Broadcasts what layers keep besides their variables, which are set in this context.
-
-    Collective: the ranks of `comm`; blocks.
-    """
+    """Broadcasts what layers keep besides variables, which are set within. Collective; blocks."""
     if not layer_state.is_stateful(model):
         yield
         return
@@ -288,7 +248,11 @@ def broadcast_layers(
     yield
     with _of_layers(comm):
         layer_state.refresh(model, None if is_root else kept)
-    _check_layers_alike(comm, model)
+    found = layer_state.digests(model)
+    if different := differing(comm, [digest for _, digest in found]):
+        expected = f"the layers of model {model.name!r} to compute with the same on all ranks"
+        text = described([name for name, _ in found], different)
+        raise errors.MismatchError(comm.where(), expected, text, ADAPT)
     layer_state.retrace_if_changed(model)
 
 
@@ -300,13 +264,4 @@ def _of_layers(comm: _engine.Communicator) -> Iterator[None]:
             yield
         except Exception as error:  # of a user's method
             expected = "every layer to take the state that it has on the root"
-            text = errors.explain(comm.where(), expected, str(error), ADAPT)
-            raise errors.MismatchError(text) from error
-
-
-def _check_layers_alike(comm: _engine.Communicator, model: keras.Model) -> None:
-    found = layer_state.digests(model)
-    if different := differing(comm, [digest for _, digest in found]):
-        expected = f"the layers of model {model.name!r} to compute with the same on all ranks"
-        text = described([name for name, _ in found], different)
-        raise errors.MismatchError(comm.where(), expected, text, ADAPT)
+            raise errors.MismatchError(comm.where(), expected, str(error), ADAPT) from error

@@ -1,21 +1,30 @@
-"""Reduction options as JSON, saved beside the state of an optimizer.
+"""Reduction options as JSON, in saved models and in the copies of an optimizer that Keras makes.
 
 Variables and layers are identified by their path and by their index among the optimizer's
 variables. The index takes precedence, as when Keras loads the state of an optimizer: paths of
 automatically named layers may differ.
+
+Keras copies an optimizer by its configuration (`from_config`, `clone_model`, wrappers of
+scikit-learn) or by a saved file (`copy.deepcopy`, `pickle`, `load_model`). The text travels with
+both: with the keys of the configuration, which equal those of plain Keras, and among the assets of
+the file. A process without keras_dist ignores it.
 """
 
+import functools
 import json
-from collections.abc import Collection, Sequence
+import pathlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import keras
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.models import layers_of
+from keras_dist._compat.keras.optimizer_state import trained_by
+from keras_dist._compat.keras.optimizers import make_unpickler
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import format_ranks
-from keras_dist.training.model_state import variable_name
+from keras_dist.training.model_state import keras_variables, layer_name, variable_name
 
 # File name among the assets of a saved optimizer.
 FILE = "keras_dist.json"
@@ -53,7 +62,7 @@ def describe(
             "shard_state": options.shard_state,
             "local_variables": [_describe_variable(v, indices) for v in local_variables],
             "local_layers": [
-                {"path": _path(layer), "indices": _indices_of(layer, indices)}
+                {"path": layer_name(layer), "indices": _indices_of(layer, indices)}
                 for layer in local_layers
             ],
         },
@@ -77,11 +86,7 @@ def _indices_of(layer: keras.Layer, indices: dict[int, int]) -> list[int]:
 
 
 def parse(text: str | bytes) -> dict[str, Any]:
-    """Parses the text of `describe`.
-
-    Raises:
-        ValueError: the text is not from `describe`, or from a later version.
-    """
+    """Parses the text of `describe`; raises a `ValueError` for another text or version."""
     saved = json.loads(text)
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         version = saved.get("version") if isinstance(saved, dict) else saved
@@ -90,25 +95,17 @@ def parse(text: str | bytes) -> dict[str, Any]:
 
 
 def settings(
-    saved: dict[str, Any], variables: Sequence[Any], given: Collection[str], where: str
+    saved: dict[str, Any], variables: Sequence[Any], given: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the arguments of `DistributedOptimizer` that were saved.
-
-    Args:
-        saved: from `parse`.
-        variables: the loaded optimizer's variables, in its order.
-        given: names of arguments that the user passes, which are left out.
-        where: the location for error messages.
-
-    Raises:
-        ArgumentError: a process set does not exist, or a compression is not known by name.
-        CheckpointError: a variable does not exist.
-        KeyError: `saved` lacks an entry.
-    """
+    """Returns the arguments of `DistributedOptimizer` that were saved, without those `given`."""
     read: dict[str, Any] = {
-        "process_set": lambda ranks: _find_set(ranks, where),
-        "compression": lambda name: _find_compression(name, where),
-        "groups": lambda groups: _find_groups(groups, variables, where),
+        "process_set": _find_set,
+        "compression": _find_compression,
+        "groups": lambda groups: (
+            [[_find_variable(item, variables) for item in group] for group in groups]
+            if isinstance(groups, list)
+            else groups
+        ),
     }
     names = (
         "op process_set compression backward_passes_per_step average_aggregated_gradients "
@@ -123,23 +120,21 @@ def settings(
 
 
 def local_state(
-    saved: dict[str, Any], model: keras.Model | None, variables: Sequence[Any], where: str
+    saved: dict[str, Any], model: keras.Model | None, variables: Sequence[Any]
 ) -> tuple[list[Any], list[keras.Layer]]:
     """Returns the local variables and the local layers that were saved."""
-    known = [_find_variable(item, variables, where) for item in saved["local_variables"]]
+    known = [_find_variable(item, variables) for item in saved["local_variables"]]
     if model is None:
-        return known + _variables_of_layers(saved["local_layers"], variables, where), []
-    layers = [_find_layer(item, model, variables, where) for item in saved["local_layers"]]
+        return known + _variables_of_layers(saved["local_layers"], variables), []
+    layers = [_find_layer(item, model, variables) for item in saved["local_layers"]]
     return known, layers
 
 
-def _variables_of_layers(
-    layers: list[dict[str, Any]], variables: Sequence[Any], where: str
-) -> list[Any]:
+def _variables_of_layers(layers: list[dict[str, Any]], variables: Sequence[Any]) -> list[Any]:
     for layer in layers:
         if not layer["indices"] or max(layer["indices"]) >= len(variables):
             raise errors.UsageError(
-                where,
+                runtime.where(),
                 f"the local layer {layer['path']!r} of the copy of an optimizer",
                 "an update by the optimizer alone, which does not know its model",
                 "Wrap the copy in keras_dist.PartialDistributedOptimizer, with local_layers.",
@@ -147,14 +142,14 @@ def _variables_of_layers(
     return [variables[index] for layer in layers for index in layer["indices"]]
 
 
-def _find_set(sets: list[list[int]], where: str) -> Any:
+def _find_set(sets: list[list[int]]) -> Any:
     if not sets:
         return None
     found = runtime.find_process_set([tuple(ranks) for ranks in sets])
     if found is None:
         listed = " and ".join(format_ranks(ranks) for ranks in sets)
         raise errors.ArgumentError(
-            where,
+            runtime.where(),
             f"a process set of {listed}, as when the optimizer was saved",
             "none",
             "Call keras_dist.add_process_set on every rank first, or pass another process_set "
@@ -163,12 +158,12 @@ def _find_set(sets: list[list[int]], where: str) -> Any:
     return found
 
 
-def _find_compression(name: str, where: str) -> _engine.Compressor:
+def _find_compression(name: str) -> _engine.Compressor:
     try:
-        return _engine.parse_compression(name, where)
+        return _engine.parse_compression(name, runtime.where())
     except errors.ArgumentError as error:
         raise errors.ArgumentError(
-            where,
+            runtime.where(),
             f"the compression {name} as an argument, as when the optimizer was saved",
             "none",
             "Pass an instance of that class, or another compression, to load_model or, for "
@@ -176,38 +171,26 @@ def _find_compression(name: str, where: str) -> _engine.Compressor:
         ) from error
 
 
-def _find_groups(groups: Any, variables: Sequence[Any], where: str) -> Any:
-    if not isinstance(groups, list):
-        return groups
-    return [[_find_variable(item, variables, where) for item in group] for group in groups]
-
-
-def _find_variable(saved: dict[str, Any], variables: Sequence[Any], where: str) -> Any:
+def _find_variable(saved: dict[str, Any], variables: Sequence[Any]) -> Any:
     path, index = saved["path"], saved["place"]
     if index is not None and index < len(variables):
         return variables[index]
     found = [variable for variable in variables if _same_path(variable_name(variable), path)]
     if index is not None or len(found) != 1:
-        raise _missing(f"the variable {path!r}", len(variables), "trainable variables", where)
+        raise _missing(f"the variable {path!r}", len(variables), "trainable variables")
     return found[0]
 
 
-def _find_layer(
-    saved: dict[str, Any], model: keras.Model, variables: Sequence[Any], where: str
-) -> keras.Layer:
+def _find_layer(saved: dict[str, Any], model: keras.Model, variables: Sequence[Any]) -> keras.Layer:
     layers, indices = layers_of(model), _indices(variables)
     # A layer that was saved unbuilt or frozen is identified by its path only.
     wanted = saved["indices"]
     matching = [item for item in layers if not wanted or _indices_of(item, indices) == wanted]
-    named = [item for item in matching if _same_path(_path(item), saved["path"])]
+    named = [item for item in matching if _same_path(layer_name(item), saved["path"])]
     found = named or (matching if wanted else [])
     if not found:
-        raise _missing(f"the layer {saved['path']!r}", len(matching), "layers", where)
+        raise _missing(f"the layer {saved['path']!r}", len(matching), "layers")
     return found[0]
-
-
-def _path(layer: keras.Layer) -> str:
-    return layer.path or layer.name  # an unbuilt layer has no path
 
 
 def _same_path(path: str, other: str) -> bool:
@@ -215,6 +198,100 @@ def _same_path(path: str, other: str) -> bool:
     return f"/{path}".endswith(f"/{other}") or f"/{other}".endswith(f"/{path}")
 
 
-def _missing(name: str, count: int, kind: str, where: str) -> errors.CheckpointError:
+def _missing(name: str, count: int, kind: str) -> errors.CheckpointError:
     expected = f"{name} in the loaded model, for the options of its optimizer"
-    return errors.CheckpointError(where, expected, f"{count} other {kind}", REMEDY)
+    return errors.CheckpointError(runtime.where(), expected, f"{count} other {kind}", REMEDY)
+
+
+# --- Copies
+
+
+class KeepsOptions:
+    """Base mixin of optimizers whose copies have the same options; precedes the user's class."""
+
+    _keras_dist: Any  # a `GradientReduction`
+
+    def _keras_dist_text(self) -> str:
+        """Returns the text that describes the options."""
+        mine = self._keras_dist
+        variables = trained_by(self)
+        local = keras_variables(variables, mine.registered)
+        return describe(mine.options, variables, local, mine.local_layers)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration of the user's class; its copies have the same options."""
+        text = self._keras_dist_text()
+        config: dict[str, Any] = super().get_config()  # type: ignore[misc]
+        return {_Key.of(key, text): value for key, value in config.items()}
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """Creates an optimizer of the user's class from a configuration."""
+        return base_of(cls).from_config(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickles an optimizer of the user's class, with the options among its assets."""
+        arguments = super().__reduce__()[1]
+        return make_unpickler(base_of(type(self))), arguments
+
+    def save_assets(self, directory: str) -> None:
+        """Writes the options. Keras calls this method when it saves a model."""
+        if hasattr(super(), "save_assets"):
+            super().save_assets(directory)  # type: ignore[misc]
+        pathlib.Path(directory, FILE).write_text(self._keras_dist_text())
+
+
+def base_of(cls: type) -> Any:
+    """Returns the user's class of a class made by `derived`."""
+    return cls.__bases__[1]
+
+
+@functools.cache
+def derived(base: Any, mixin: Any) -> Any:
+    """Returns a subclass of an optimizer's class with the same name and module."""
+    made = type(
+        base.__name__,
+        (mixin, base),
+        {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__},
+    )
+    package, _, name = keras.saving.get_registered_name(base).rpartition(">")
+    if package:
+        # Both classes are saved under the registered name, which loads the user's class.
+        for registered in (made, base):
+            keras.saving.register_keras_serializable(package, name)(registered)
+    return made
+
+
+class _Key(str):
+    """A key of the configuration of an optimizer, with the text of its options."""
+
+    text: str
+
+    @staticmethod
+    def of(key: str, text: str) -> "_Key":
+        made = _Key(key)
+        made.text = text
+        return made
+
+    def __deepcopy__(self, memo: Any) -> "_Key":
+        return self
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)  # a pickled configuration loads without keras_dist
+
+
+def text_in(config: Mapping[str, Any]) -> str | None:
+    """Returns the options in the keys of a configuration; `None` if there are none."""
+    return next((key.text for key in config if isinstance(key, _Key)), None)
+
+
+def plain_config(optimizer: Any) -> dict[str, Any]:
+    """Returns the configuration of an optimizer without options, which makes a plain one."""
+    plain: dict[str, Any] = _without_options(optimizer.get_config())
+    return plain
+
+
+def _without_options(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _without_options(item) for key, item in value.items()}
+    return [_without_options(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,4 @@
-"""`load_model`: loads a Keras model and restores the reduction options of its optimizer.
-
-Keras saves the options among the assets of the model, see `saved_options`.
-"""
+"""`load_model`: loads a Keras model and restores the reduction options of its optimizer."""
 
 import inspect
 import os
@@ -20,11 +17,11 @@ from keras_dist._compat.keras.models import optimizer_of
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.training import saved_options
-from keras_dist.training.copied_options import plain_config
 from keras_dist.training.copies import saved_text, watch_files
+from keras_dist.training.distributed import check_independent
 from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.optimizer import DistributedOptimizer
-from keras_dist.training.update_check import check_independent
+from keras_dist.training.saved_options import plain_config
 
 REMEDY = (
     "Check the path. If the file is damaged, save the model again. Pass the classes of your own "
@@ -82,28 +79,27 @@ def load_model(
     model.fit(dataset, callbacks=keras_dist.callbacks())
     ```
     """
-    where = runtime.where()
     watch_files()
     inspect.signature(DistributedOptimizer).bind_partial(None, **settings)
-    known = _by_name(custom_optimizers, where) | dict(custom_objects or {})
-    _check_archive(pathlib.Path(filepath), where)
+    known = _by_name(custom_optimizers) | dict(custom_objects or {})
+    _check_archive(pathlib.Path(filepath))
     try:
         model = _load(filepath, known, compile, safe_mode)
         saved = _saved_options(model)
     except Exception as error:  # Keras raises any error of the libraries it uses
-        raise _unreadable(filepath, error, where) from error
-    if _optimizer_of(model) is not None:
-        _distribute(model, saved, settings, filepath, where)
+        raise _unreadable(filepath, error) from error
+    if optimizer_of(model) is not None:
+        _distribute(model, saved, settings, filepath)
     return model
 
 
-def _by_name(optimizers: Any, where: str) -> dict[str, type]:
+def _by_name(optimizers: Any) -> dict[str, type]:
     """Returns optimizer classes by the names under which Keras may have saved them."""
     listed = [optimizers] if isinstance(optimizers, type) else list(optimizers or ())
     for candidate in listed:
         if not (isinstance(candidate, type) and issubclass(candidate, keras.optimizers.Optimizer)):
             raise errors.ArgumentTypeError(
-                where,
+                runtime.where(),
                 "custom_optimizers to be a list of classes derived from a Keras optimizer",
                 f"{candidate!r} of type {type(candidate).__name__}",
                 "Pass for example custom_optimizers=[MyOptimizer].",
@@ -111,16 +107,12 @@ def _by_name(optimizers: Any, where: str) -> dict[str, type]:
     names = [
         (name, candidate)
         for candidate in listed
-        for name in (candidate.__name__, _registered(candidate))
+        for name in (candidate.__name__, keras.saving.get_registered_name(candidate))
     ]
     return dict(names)
 
 
-def _registered(optimizer: type) -> str:
-    return keras.saving.get_registered_name(optimizer)
-
-
-def _check_archive(path: pathlib.Path, where: str) -> None:
+def _check_archive(path: pathlib.Path) -> None:
     """Checks the checksums of a `.keras` file; other formats have none."""
     if path.suffix != ".keras" or not path.is_file():
         return
@@ -133,12 +125,12 @@ def _check_archive(path: pathlib.Path, where: str) -> None:
         received = f"{name!r} in it does not match its checksum"
     remedy = "The file is damaged: load a copy or an earlier checkpoint."
     expected = f"a complete model file {path}"
-    raise errors.CheckpointError(where, expected, received, remedy)
+    raise errors.CheckpointError(runtime.where(), expected, received, remedy)
 
 
 def _saved_options(model: keras.Model) -> dict[str, Any] | None:
     """Returns the reduction options that a model was saved with, or `None`."""
-    optimizer = _optimizer_of(model)
+    optimizer = optimizer_of(model)
     # Those of the inner optimizer, if the reduction was not moved to a loss scale around it.
     every = [] if optimizer is None else [optimizer, *optimizers_inside(optimizer)]
     text = next(filter(None, map(saved_text, every)), None)
@@ -149,7 +141,7 @@ def _load(filepath: Any, known: dict[str, Any], compile: bool, safe_mode: bool) 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = keras.saving.load_model(filepath, known, compile=compile, safe_mode=safe_mode)
-    optimizer = _optimizer_of(model)
+    optimizer = optimizer_of(model)
     for warning in caught:
         # Keras only warns when it skips the state of an optimizer or layer that does not fit.
         if not str(warning.message).startswith("Skipping "):
@@ -161,10 +153,6 @@ def _load(filepath: Any, known: dict[str, Any], compile: bool, safe_mode: bool) 
     if optimizer is not None and str(filepath).endswith((".h5", ".hdf5")):
         _restore_legacy(model, filepath)
     return model
-
-
-def _optimizer_of(model: keras.Model) -> Any:
-    return optimizer_of(model)  # a model that was never compiled has none
 
 
 def _is_new(warning: str, optimizer: Any) -> bool:
@@ -179,11 +167,7 @@ def _is_new(warning: str, optimizer: Any) -> bool:
 
 
 def _restore_legacy(model: keras.Model, filepath: Any) -> None:
-    """Restores the optimizer of a legacy file with its state.
-
-    Keras builds the optimizer for the variables that belong to the model but to none of its layers:
-    usually for none.
-    """
+    """Restores the optimizer of a legacy file, which Keras usually builds for no variables."""
     optimizer = type(model.optimizer).from_config(plain_config(model.optimizer))
     optimizer.build(model.trainable_variables)
     with h5py.File(filepath) as file:
@@ -210,11 +194,7 @@ def _optimizer_values(file: h5py.File) -> list[Any]:
 
 
 def _distribute(
-    model: keras.Model,
-    saved: dict[str, Any] | None,
-    given: dict[str, Any],
-    filepath: Any,
-    where: str,
+    model: keras.Model, saved: dict[str, Any] | None, given: dict[str, Any], filepath: Any
 ) -> None:
     """Makes a model's optimizer distributed, with given and saved options."""
     optimizer = model.optimizer
@@ -223,10 +203,10 @@ def _distribute(
         return
     variables = trained_by(optimizer)
     try:
-        found = saved_options.settings(saved, variables, given, where)
-        local, layers = saved_options.local_state(saved, model, variables, where)
+        found = saved_options.settings(saved, variables, given)
+        local, layers = saved_options.local_state(saved, model, variables)
     except (KeyError, TypeError, AttributeError) as error:  # keras_dist did not write the file
-        raise _unreadable(filepath, error, where) from error
+        raise _unreadable(filepath, error) from error
     DistributedOptimizer(optimizer, **found, **given)
     for variable in local:
         optimizer.register_local_var(variable)
@@ -235,7 +215,7 @@ def _distribute(
         optimizer._keras_dist.local_layers = tuple(layers)
 
 
-def _unreadable(filepath: Any, error: Exception, where: str) -> errors.CheckpointError:
+def _unreadable(filepath: Any, error: Exception) -> errors.CheckpointError:
     expected = f"a model with the state of its optimizer in {filepath}"
     received = f"{type(error).__name__}: {error}"
-    return errors.CheckpointError(where, expected, received, REMEDY)
+    return errors.CheckpointError(runtime.where(), expected, received, REMEDY)

@@ -1,5 +1,6 @@
 """The base class of callbacks that take part in sessions."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,11 @@ class SessionCallback(Member, keras.callbacks.Callback):
 
     def enter(self, session: FitSession) -> None:
         """Takes part in a fit, before `on_train_begin` of any callback."""
+
+    def warn(self, text: str) -> None:
+        """Warns, on the root."""
+        if runtime.rank() == self.root_rank:
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def after_hook(self, work: Callable[[], None]) -> None:
         """Calls a function after the current hook of all callbacks; at once outside of a hook."""

@@ -34,10 +34,7 @@ def shape_of(variable: Any) -> tuple[int, ...]:
 
 
 def whole_value(variable: Any) -> np.ndarray:
-    """Returns the value of a variable, or the whole value if it is a slice.
-
-    Collective for slices, unless the state is `gathered`: every rank; blocks.
-    """
+    """Returns the value of a variable, of a slice the whole: collective, unless `gathered`."""
     found = slice_of(variable)
     if found is None or id(variable) in _whole:
         return _whole.get(id(variable), to_numpy(variable))
@@ -49,17 +46,14 @@ def whole_value(variable: Any) -> np.ndarray:
 
 
 def assign(variable: Any, value: np.ndarray) -> None:
-    """Assigns a whole value to a variable, or the part of this rank if it is a slice.
-
-    A rank keeps the whole value until it is shared, or until the next update: it may be the only
-    rank that has read the file.
-    """
+    """Assigns a whole value to a variable, or the part of this rank if it is a slice."""
     found = slice_of(variable)
     if found is None:
         variable.assign(value)
         return
     shards, index = found
     variable.assign(value.reshape(-1)[shards.parts[index]])
+    # Until it is shared, or until the next update: no other rank may have read the file.
     shards.keep_loaded(variable, value)
 
 
@@ -86,10 +80,7 @@ def cut_state(optimizer: Any, shards: Any) -> None:
 
 @contextlib.contextmanager
 def gathered(model: keras.Model, root_rank: int = 0) -> Iterator[None]:
-    """Returns a context in which the root can write the whole state of a model by itself.
-
-    Collective: every rank; blocks.
-    """
+    """Returns a context in which the root can write the whole state. Collective; blocks."""
     for variable in _slices_of(model):
         value = whole_value(variable)
         if runtime.rank() == root_rank:
@@ -101,11 +92,9 @@ def gathered(model: keras.Model, root_rank: int = 0) -> Iterator[None]:
 
 
 def share_loaded(model: keras.Model, root_rank: int) -> None:
-    """Gives every rank its slices of the state that the root has read from a file.
+    """Gives every rank its slices of the state that the root has read. Collective; blocks.
 
     State that no rank has read stays: it differs from rank to rank.
-
-    Collective: every rank; blocks.
     """
     variables = _slices_of(model)
     if not variables:

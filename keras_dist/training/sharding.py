@@ -14,18 +14,27 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_dist import _backends, _engine, errors, runtime
+from keras_dist import _backends, _engine, config, errors, runtime
 from keras_dist._compat.keras.optimizer_state import (
     batches_seen,
     is_overwritten,
     trained_by,
     variable_index,
 )
-from keras_dist._compat.keras.sliced_updates import SliceHook, averages, key_of
+from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER
+from keras_dist._compat.keras.sliced_updates import (
+    ELEMENTWISE,
+    SliceHook,
+    averages,
+    key_of,
+    updates_elementwise,
+)
+from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.training import sharded_state
 from keras_dist.training.model_state import variable_name
 
 ACCUMULATOR = "gradient_accumulator"  # Keras' name of variables for gradients of this rank
+WITHOUT = "Omit shard_state, which is off by default."
 SAME = "Pass the same shard_state on every rank, and build the same model."
 
 
@@ -51,7 +60,8 @@ class Shards:
         self._gather = _engine.FusedAllgather(
             comm,
             [variable_name(variable) for variable in cut],
-            [(tuple(variable.shape), _dtype_of(variable)) for variable in cut],
+            # Values cannot be read where TensorFlow builds the optimizer in a graph.
+            [(tuple(v.shape), np.dtype(keras.backend.standardize_dtype(v.dtype))) for v in cut],
             "the gathering of updated weights",
             SAME,
             self.ranks,
@@ -207,11 +217,47 @@ def convert(optimizer: Any) -> None:
     sharded_state.cut_state(optimizer, reduction.shards)
 
 
-def _dtype_of(variable: Any) -> np.dtype:
-    # The value of a variable cannot be read where TensorFlow builds the optimizer in a graph.
-    return np.dtype(keras.backend.standardize_dtype(variable.dtype))
-
-
 def _shards(optimizer: Any, variables: Sequence[Any]) -> Shards:
     counter, options = batches_seen(optimizer), optimizer._keras_dist.options
     return Shards(variables, options.ranks, lambda: int(counter))
+
+
+def check_shardable(optimizer: Any, options: ReductionOptions) -> None:
+    """Checks that an optimizer and options permit `shard_state`."""
+    check_unscaled(optimizer)
+    name = type(optimizer).__name__
+    if isinstance(optimizer, MULTI_OPTIMIZER):
+        _refuse("a single optimizer", f"a {name}", WITHOUT)
+    if not updates_elementwise(optimizer):
+        expected = f"one of Keras' optimizers {', '.join(ELEMENTWISE)}"
+        _refuse(expected, f"{name}, which may update elements by others", WITHOUT)
+    if optimizer.use_ema and optimizer.ema_overwrite_frequency:
+        received = f"ema_overwrite_frequency={optimizer.ema_overwrite_frequency}"
+        remedy = "Omit it: averaged weights are assigned at the end of fit. Or omit shard_state."
+        _refuse("no ema_overwrite_frequency", received, remedy)
+    if options.process_set is not None:
+        _refuse("all ranks to reduce", "a process_set", WITHOUT)
+    settings = config.settings()
+    remedy = "Unset it, and use BackupAndRestore with keras-dist run --max-restarts."
+    if settings.on_failure != "stop":
+        received = f"KERAS_DIST_ON_FAILURE={settings.on_failure}"
+        _refuse("that the job ends if a rank dies, with its slice", received, remedy)
+
+
+def check_unscaled(optimizer: Any) -> None:
+    """Checks that the loss is not scaled."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        remedy = "Use mixed_bfloat16, which needs no loss scale, or omit shard_state."
+        _refuse("no dynamic loss scale", "a LossScaleOptimizer", remedy)
+
+
+def check_no_local_variables(options: ReductionOptions) -> None:
+    """Checks that local variables are not combined with `shard_state`."""
+    if options.shard_state:
+        received = "local variables, which no other rank could update"
+        _refuse("variables that all ranks share", received, WITHOUT)
+
+
+def _refuse(expected: str, received: str, remedy: str) -> None:
+    expected = f"{expected}, with shard_state=True"
+    raise errors.ArgumentError(runtime.where(), expected, received, remedy)

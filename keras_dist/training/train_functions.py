@@ -15,16 +15,14 @@ import keras
 
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.losses import own_losses
-from keras_dist._compat.keras.models import layers_of
+from keras_dist._compat.keras.models import is_trainer, layers_of
 from keras_dist.data import epochs
 from keras_dist.training import random_generators
-from keras_dist.training.copies import complete
+from keras_dist.training.copies import complete, move_outwards
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import is_evaluated_together, running_in
 from keras_dist.training.global_losses import Step, with_rows, within
-from keras_dist.training.loss_scaling import move_outwards
 from keras_dist.training.model_state import optimizers_of
-from keras_dist.training.traced_steps import renew_steps
 
 # Attribute of a model: the reductions and communicators that its train function was made for.
 TRACED_FOR = "_keras_dist_traced_for"
@@ -47,15 +45,12 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
             contexts.append(random_generators.in_step)
         wrap_train_function(model, *contexts)
         return made
-    for optimizer in optimizers:
-        optimizer._keras_dist.model = model.name
+    every = [optimizer._keras_dist for optimizer in optimizers]
+    for reduction in every:
+        reduction.model = model.name
     # A step that was traced before the optimizer was wrapped, or for another communicator,
     # has no reduction or an outdated one.
-    reductions = [
-        (optimizer._keras_dist, comm)
-        for optimizer in optimizers
-        for comm in [optimizer._keras_dist.communicator()]
-    ]
+    reductions = [(reduction, reduction.communicator()) for reduction in every]
     has_equal_batches = epochs.has_equal_batches(model)
     traced_for = [*reductions, has_equal_batches]
     before = model.__dict__.get(TRACED_FOR)
@@ -74,7 +69,7 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
         made = original(model, force)
     model.__dict__[TRACED_FOR] = traced_for
     recorded = functools.partial(_engine.tracing.step, model.steps_per_execution)
-    losses = functools.partial(within, Step(optimizers[0]._keras_dist, has_equal_batches), model)
+    losses = functools.partial(within, Step(every[0], has_equal_batches), model)
     contexts = [recorded, losses, random_generators.in_step]
     wrap_train_function(model, *contexts, *([] if in_step is None else [in_step]))
     return made
@@ -149,16 +144,14 @@ def _wrapped(step: Callable[..., Any], *contexts: Callable[[], Any]) -> Callable
 
 
 def _check_layers(model: keras.Model) -> None:
-    """Checks that a model has no `BatchNormalization(synchronized=True)`.
-
-    Keras synchronizes it only under a TensorFlow strategy: on several ranks it would silently
-    normalize by the local batch. On other backends Keras itself rejects it.
-    """
+    """Checks that a model has no `BatchNormalization(synchronized=True)`."""
     names = [
         layer.path
         for layer in layers_of(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
     ]
+    # Keras synchronizes only under a TensorFlow strategy: it would silently normalize by the local
+    # batch. On other backends Keras itself rejects it.
     if names:
         raise errors.ArgumentError(
             runtime.where(),
@@ -167,3 +160,26 @@ def _check_layers(model: keras.Model) -> None:
             "Use keras_dist.layers.SyncBatchNormalization(), without synchronized=True, "
             "which normalizes by the batches of all ranks.",
         )
+
+
+def retrace(model: keras.Model) -> None:
+    """Makes a model trace its steps again, since constants in them have changed."""
+    for inner in layers_of(model):
+        if is_trainer(inner):
+            renew_steps(inner)
+            inner.test_function = inner.predict_function = None
+            if inner.train_function is not None:
+                inner.make_train_function(force=True)
+
+
+def renew_steps(model: keras.Model) -> None:
+    """Gives a model functions that JAX has not traced: it knows traced functions by their value."""
+    if keras.backend.backend() != "jax":
+        return
+    for name in ("train_step", "test_step"):
+        step = model.__dict__.get(name) or getattr(model, name)
+        model.__dict__[name] = _Renewed(step.func if isinstance(step, _Renewed) else step)
+
+
+class _Renewed(functools.partial):
+    """A step that is equal to no other."""

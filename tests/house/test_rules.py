@@ -703,7 +703,7 @@ def test_public_names_are_accepted(source):
     ],
 )
 def test_a_patch_in_a_callback_is_found(source):
-    [text] = violations(check_no_patches, ".callbacks.batches", source)
+    [text] = violations(check_no_patches, ".callbacks.verification", source)
     assert "session" in text
     assert not violations(check_no_patches, ".training.keras_hooks", source)
 

@@ -14,7 +14,7 @@ from faults import die, fault, run, tell
 from keras_dist import _engine, errors, ops
 from keras_dist.ops import asynchronous
 from keras_dist.ops.point_to_point import recv, send
-from keras_dist.runtime import host_check, startup
+from keras_dist.runtime import startup
 from keras_dist.runtime.process_sets import ProcessSet
 
 DIFFERENT: dict[str, Callable[[int], Any]] = {
@@ -99,9 +99,9 @@ def versions(change: str) -> None:
     fault()
     changes: dict[str, list[tuple[Any, str, Any]]] = {
         "numpy": [(np, "__version__", "1.0")],
-        "keras_dist": [(host_check, "__version__", "0.1")],
+        "keras_dist": [(startup, "__version__", "0.1")],
         "keras_dist with other settings": [
-            (host_check, "__version__", "0.1"),
+            (startup, "__version__", "0.1"),
             (startup, "ALIKE", ("threads", *startup.ALIKE)),
         ],
         "Python": [(sys, "version_info", SimpleNamespace(major=3, minor=9))],

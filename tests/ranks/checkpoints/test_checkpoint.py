@@ -13,7 +13,8 @@ from small_training import agreed, distributed, make_data, weights_of
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint, background_writer
+from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint
+from keras_dist.callbacks import checkpoint as checkpoint_module
 
 pytestmark = pytest.mark.jobs("training", "jax-2-rows", "openmpi-2")
 
@@ -183,8 +184,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(shared_tmp_path, tempora
         waited.append(release.event.wait(20))
         copy(*arguments)
 
-    copy = background_writer._copy
-    monkeypatch.setattr(background_writer, "_copy", slow)
+    copy = checkpoint_module._copy
+    monkeypatch.setattr(checkpoint_module, "_copy", slow)
     path = shared_tmp_path / "{epoch}.keras"
     model = fit_behind(ModelCheckpoint(path, asynchronous=True), release)
     keras_dist.barrier()
@@ -205,7 +206,7 @@ def test_a_write_that_fails_behind_is_an_error_on_every_rank(
         Path(beside).write_bytes(content.read(100))
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(background_writer, "_copy", fail)
+    monkeypatch.setattr(checkpoint_module, "_copy", fail)
     path = shared_tmp_path / "{epoch}.keras"
     with pytest.raises(errors.CheckpointError, match="Permission denied") as caught:
         fit_behind(ModelCheckpoint(path, asynchronous=True), epochs=epochs)

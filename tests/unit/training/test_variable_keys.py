@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_dist.training.variable_keys import variable_keys
+from keras_dist.training.rank_gradients import variable_keys
 
 
 @pytest.mark.parametrize(

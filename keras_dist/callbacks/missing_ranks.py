@@ -1,20 +1,27 @@
-"""Epochs in which ranks have different numbers of batches."""
+"""Ranks that are missing: out of data before others, for the rest of an epoch, or dead."""
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, config, errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import layers_of
 from keras_dist._compat.keras.optimizer_state import batches_seen
 from keras_dist._compat.keras.optimizers import innermost_optimizer
+from keras_dist.data import epochs
 from keras_dist.layers import SyncBatchNormalization
 from keras_dist.training import layer_state
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import STOPS_EPOCH, Compute, Logs
-from keras_dist.training.model_state import accumulators, optimizers_inside, replicated_variables
+from keras_dist.training.model_state import (
+    clear_accumulators,
+    optimizers_inside,
+    replicated_variables,
+)
+from keras_dist.training.rank_exchanges import allgather_object
 from keras_dist.training.replicas import broadcast_variables
 from keras_dist.training.session_callback import SessionCallback
 
@@ -89,11 +96,8 @@ class UnevenDataCallback(SessionCallback):
         if model.stop_training is STOPS_EPOCH:
             model.stop_training = False
         optimizers = distributed_optimizers(model)
-        everyone = _engine.collectives.allgather_object(
-            job,
-            [_steps(optimizer) for optimizer in optimizers],
-            operation=f"the end of an epoch with uneven={self.uneven!r}",
-        )
+        done = [_steps(optimizer) for optimizer in optimizers]
+        everyone = allgather_object(done, f"the end of an epoch with uneven={self.uneven!r}")
         at = {rank: place for place, rank in enumerate(job.ranks)}
         out = {comm.ranks[p] for comm, each in absences.items() if each for p in each.first_out}
         for number, optimizer in enumerate(optimizers):
@@ -104,7 +108,10 @@ class UnevenDataCallback(SessionCallback):
             if absences[ranks] is None and len(set(steps)) == 1:
                 continue
             root = self._root(absences[ranks], steps)
-            _follow(optimizer, ranks, steps, root, _common_statistics(model))
+            variables = [*replicated_variables(optimizer), *_common_statistics(model)]
+            broadcast_variables(ranks, variables, ranks.ranks[root])
+            if (steps[ranks.rank] - steps[root]) % _passes(optimizer):
+                clear_accumulators([optimizer, *optimizers_inside(optimizer)])
             layer_state.write(model, None)
             # On TensorFlow a step that finds no data in its iterator may be counted.
             if _passes(optimizer) > 1:
@@ -123,15 +130,12 @@ class UnevenDataCallback(SessionCallback):
 
     def _raise_if(self, out: set[int]) -> None:
         """Raises on all ranks of the job if any rank was out of data early."""
-        job = runtime.fit_communicator()
-        everyone = _engine.collectives.allgather_object(
-            job, out, operation="comparing the lengths of an epoch"
-        )
+        everyone = allgather_object(out, "comparing the lengths of an epoch")
         ranks = ", ".join(map(str, sorted(set().union(*everyone))))
         if not ranks:
             return
         raise errors.DataError(
-            job.where(),
+            runtime.fit_communicator().where(),
             "as many batches on every rank, with uneven='error'",
             f"ranks {ranks} out of data before others",
             "Shard the data with keras_dist.data.shard, or pass uneven='continue' or "
@@ -155,15 +159,95 @@ def _common_statistics(model: keras.Model) -> list[Any]:
     return [each for layer in layers for each in (layer.moving_mean, layer.moving_variance)]
 
 
-def _follow(
-    optimizer: Any,
-    comm: _engine.Communicator,
-    steps: Sequence[int],
-    root: int,
-    statistics: Sequence[Any],
-) -> None:
-    """Broadcasts weights and state of an optimizer, and statistics, to its ranks."""
-    broadcast_variables(comm, [*replicated_variables(optimizer), *statistics], comm.ranks[root])
-    if (steps[comm.rank] - steps[root]) % _passes(optimizer):
-        for variable in accumulators([optimizer, *optimizers_inside(optimizer)]):
-            variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
+class GoOnWithoutLostRanks(SessionCallback):
+    """Continues training on the remaining ranks when a rank dies, without loss of a step.
+
+    Requires Open MPI 5 or newer, started by `mpiexec --with-ft ulfm`, which
+    `keras-dist run --on-failure continue` does. Otherwise the root logs a warning, and the job ends
+    when a rank dies. The remaining ranks still have their gradients and reduce the step in which a
+    rank died. Afterwards:
+
+    - The remaining ranks are renumbered from 0 to `size() - 1`, in their order. If the root died,
+      the next rank becomes the root: it prints a line per epoch and writes checkpoints.
+    - Averages are over the remaining ranks.
+    - From the next epoch on, arrays of `keras_dist.data.shard` are resharded. The number of steps
+      and the global batch size stay the same, so batches of each rank grow and the learning rate
+      stays right. The rest of the dead rank's data of the current epoch is skipped. Other data is
+      not resharded: each rank keeps its shard, and the global batch shrinks by the dead rank's
+      batch.
+
+    An exception on a rank still ends the job. So does a death before `keras_dist.init` returns,
+    with process sets, between the last step of an uneven epoch and the next collective, and with
+    Adasum unless the number of remaining ranks is a power of two.
+
+    Collective: every rank must pass the callback to `fit`, behind `MetricAverageCallback`.
+
+    Args:
+        verbose: whether a rank that becomes the root prints. Defaults to `True`.
+        share_out: when the data of a dead rank is taken over. Only `"next epoch"`, the default, is
+            left; the value `"at once"` has been removed.
+
+    Raises:
+        ArgumentError: `share_out` is not `"next epoch"`.
+        RankLostError: fewer ranks than `KERAS_DIST_MIN_NP` are left; raised by `fit`, at the begin
+            of an epoch.
+    """
+
+    acts_on_job = "goes on with those that are left"
+
+    def __init__(self, verbose: bool = True, share_out: str = "next epoch"):
+        super().__init__()
+        check_share_out(share_out)
+        runtime.survive_rank_loss()
+        self.verbose = verbose
+        self._name = secrets.token_hex(8)
+        self._was_silent = False
+        self._bar: keras.callbacks.Callback | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Stores whether this rank prints already."""
+        self._bar = None
+        is_root = runtime.rank() == 0
+        if is_root and self._was_silent:
+            keras.utils.enable_interactive_logging()
+        self._prints = is_root
+        self._was_silent |= not is_root
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reshards data, and makes rank 0 print, if ranks died in the last epoch."""
+        # Ranks may detect a death at different times; the gathered list is the same on all ranks.
+        names = _engine.collectives.allgather_object(
+            runtime.communicator(), self._name, operation="counting the ranks"
+        )
+        if len(names) < config.settings().min_np:
+            raise errors.RankLostError(
+                runtime.where(),
+                f"at least {config.settings().min_np} ranks (--min-np)",
+                f"{runtime.size()}: others have died",
+                "Start the job again from its backup; keras-dist run --max-restarts does.",
+            )
+        epochs.reshard(names.index(self._name), len(names))
+        if self.verbose and runtime.rank() == 0 and not self._prints:
+            self._prints = True
+            keras.utils.enable_interactive_logging()
+            self._bar = keras.callbacks.ProgbarLogger()
+            self._bar.set_params({**self.params, "verbose": 2})
+            self._bar.set_model(self.model)
+        if self._bar is not None:
+            self._bar.on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Prints the epoch if this rank has become the root."""
+        if self._bar is not None:
+            self._bar.on_epoch_end(epoch, logs)
+
+
+def check_share_out(share_out: str) -> None:
+    """Checks the argument `share_out`."""
+    if share_out != "next epoch":
+        raise errors.ArgumentError(
+            runtime.where(),
+            "share_out to be 'next epoch', the only value left",
+            repr(share_out),
+            "Omit it: the remaining ranks take over the data at the begin of the next epoch.",
+        )
