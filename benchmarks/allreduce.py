@@ -69,9 +69,9 @@ def work(path):
     import json
 
     from mpi4py import MPI
+    from turns import compare
 
     from keras_dist import _engine
-    from keras_dist.launch.microbench import compare
 
     task = json.loads(Path(path).read_text())
     world = MPI.COMM_WORLD

@@ -70,10 +70,10 @@ def main():
 
 def work(path):
     from mpi4py import MPI
+    from turns import compare
 
     import keras_dist
     from keras_dist import runtime
-    from keras_dist.launch.microbench import compare
 
     task = json.loads(Path(path).read_text())
     keras_dist.init()

@@ -20,8 +20,7 @@ from pathlib import Path
 from common import MIB, answer, conclude, load, options_of, parser, ratio, slug, start, surroundings
 from common import table as table_of
 from ranks import barrier, everyones
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 CONTENDERS = {
     "none": "no checkpoint",

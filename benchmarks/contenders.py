@@ -7,8 +7,7 @@ from unittest import mock
 import numpy as np
 from models import MODELS
 from ranks import barrier, everyones, total
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 WARM_STEPS = 3
 ALONE = ("none", "together", "loop")  # they average nothing

@@ -29,8 +29,7 @@ from common import (
     surroundings,
     table,
 )
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 GRID, BATCH = 1024, 256  # a row has 4 KiB, a batch 1 MiB
 READ_AT_ONCE = 16 * MIB

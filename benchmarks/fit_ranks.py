@@ -24,8 +24,7 @@ from common import (
     table,
 )
 from models import MODELS
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 CHOSEN = ("mlp", "cnn")
 ALONE = {"tensorflow": 0.99, "jax": 0.98, "torch": 0.98}

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from ranks import barrier, everyones
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 
 def resnet_shapes():

@@ -85,9 +85,9 @@ def main():
 
 def work(path):
     from mpi4py import MPI
+    from turns import compare
 
     from keras_dist import _engine
-    from keras_dist.launch.microbench import compare
 
     task = json.loads(Path(path).read_text())
     world = MPI.COMM_WORLD

@@ -24,8 +24,7 @@ from common import (
     verdicts,
     write,
 )
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 SCRIPT = Path(sys.executable).with_name("keras-dist")
 PROGRAM = [SCRIPT] if SCRIPT.exists() else [sys.executable, "-m", "keras_dist.launch.cli"]

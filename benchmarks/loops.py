@@ -28,8 +28,7 @@ from common import (
 from contenders import WARM_STEPS, check_equal
 from models import MODELS
 from ranks import barrier, time_calls, total
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 MLP = MODELS["mlp"]
 BATCH = MLP.batch_size

@@ -62,8 +62,7 @@ def work(path):
     keras_dist.init()
     from contenders import WARM_STEPS, make_clock
     from ranks import barrier, total
-
-    from keras_dist.launch.microbench import in_turn
+    from turns import in_turn
 
     steps = WARM_STEPS + task["steps"]
     fits = {name: make_fit(task["model"], steps, name) for name in ("weighed", "averaged")}

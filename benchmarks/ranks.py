@@ -2,7 +2,7 @@
 
 import time
 
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 
 def everyones(numbers):

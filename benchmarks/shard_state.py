@@ -27,8 +27,7 @@ from common import (
 from contenders import WARM_STEPS, check_equal, make_barrier, make_clock
 from models import MODELS
 from ranks import barrier, total
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 CONTENDERS = {
     "none": "no communication, each rank updates everything",

@@ -25,8 +25,7 @@ from common import (
     table,
 )
 from ranks import barrier, time_calls, total
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 BATCH, WARM_STEPS = 64, 3
 SMALL, SMALL_NBYTES = 160, 64 * 1024

@@ -19,8 +19,7 @@ import time
 from pathlib import Path
 
 from common import answer, conclude, load, options_of, parser, ratio, start, surroundings, table
-
-from keras_dist.launch.microbench import in_turn
+from turns import in_turn
 
 CONTENDERS = {"off": "KERAS_DIST_TOP=0", "on": "nobody looks", "watched": "keras-dist top reads"}
 BOUND = 0.01  # of a step
@@ -104,7 +103,7 @@ def seconds_on_core():
     """Returns how long the threads that watching takes have run so far, where Linux tells."""
     total = 0
     for thread in threading.enumerate():
-        if thread.name in ("keras_dist gathering", "keras_dist top"):
+        if thread.name in ("keras_dist collector", "keras_dist top"):
             with contextlib.suppress(OSError):
                 path = Path(f"/proc/self/task/{thread.native_id}/schedstat")
                 total += int(path.read_text().split()[0])

@@ -37,10 +37,10 @@ from .launch.world import (
 from .launch.world import (
     join_world as join_world,
 )
-from .monitor.timeline.control import (
+from .monitor.timeline.recording import (
     start_timeline as start_timeline,
 )
-from .monitor.timeline.control import (
+from .monitor.timeline.recording import (
     stop_timeline as stop_timeline,
 )
 from .ops import (

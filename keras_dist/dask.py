@@ -16,10 +16,9 @@ from typing import Any
 import distributed
 
 from keras_dist import errors
-from keras_dist.launch.pickled import pickled
+from keras_dist.launch.interactive.outcome import pickled
 from keras_dist.launch.world import WorldServer
-from keras_dist.launch.world.gathering import Outcome, gather, lost
-from keras_dist.launch.world.worker import run_rank
+from keras_dist.launch.world.worker import Outcome, gather, lost, run_rank
 
 __all__ = ["run"]
 

@@ -14,7 +14,7 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.metrics import samples_weighted
 from keras_dist.monitor import endpoints
-from keras_dist.monitor.job import Job
+from keras_dist.monitor.report import Job
 from keras_dist.training.rank_exchanges import allreduce
 from keras_dist.training.session_callback import SessionCallback
 

@@ -39,7 +39,7 @@ from keras_dist.jax.reduce_ops import (
     psum,
     reducescatter,
 )
-from keras_dist.monitor.timeline.control import start_timeline, stop_timeline
+from keras_dist.monitor.timeline.recording import start_timeline, stop_timeline
 from keras_dist.ops import allgather_object, barrier, broadcast_object, join
 from keras_dist.ops.compression import Compression, Compressor
 from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum

@@ -22,10 +22,9 @@ from typing import Any
 import cloudpickle
 
 from keras_dist import errors
-from keras_dist.launch.interactive.exchange import Failure
+from keras_dist.launch.interactive.outcome import Failure
 from keras_dist.launch.world import WorldServer
-from keras_dist.launch.world.gathering import wait_for_cause
-from keras_dist.launch.world.worker import run_rank
+from keras_dist.launch.world.worker import run_rank, wait_for_cause
 
 RETRY_SECONDS, CONNECT_SECONDS = 0.5, 10.0
 

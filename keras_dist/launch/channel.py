@@ -20,11 +20,7 @@ IDLE_SECONDS, PROBE_SECONDS, PROBES = 60, 15, 4  # a silent host is lost after t
 
 
 class Channel:
-    """Sends and receives messages over a connection.
-
-    Args:
-        connection: a connected socket, which the channel owns.
-    """
+    """Sends and receives messages over a connected socket, which it owns."""
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
@@ -111,7 +107,7 @@ def connected(address: str, seconds: float) -> socket.socket:
     """Returns a connection to `host:port`, or to the path of a Unix socket."""
     if not address.startswith("/"):
         host, _, port = address.rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=seconds)
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=seconds)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     return connection

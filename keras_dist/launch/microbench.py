@@ -1,16 +1,14 @@
 """Micro-benchmarks on the ranks of a job.
 
 The job of `keras-dist bench` and `keras-dist doctor`. It imports no framework, and its root prints
-the results as one line of JSON. The benchmarks of the repository use the same functions.
+the results as one line of JSON.
 """
 
 import json
 import os
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,50 +16,8 @@ import numpy as np
 from keras_dist import _engine, _gpu
 
 SAMPLE_SECONDS = 0.02  # minimum duration of a sample
-CONTENDER_SECONDS = 2.0  # for all samples of one contender
-MAX_CALLS = 200
-ROUNDS = (5, 15)
-
-
-def in_turn(
-    contenders: Iterable[str], rounds: int, measure: Callable[[str], float]
-) -> dict[str, list[float]]:
-    """Measures contenders alternately: in a random order in one round, and in reverse in the next.
-
-    The order is the same on all ranks. It varies because a contender may leave ranks on other
-    cores, or caches empty, for the next one.
-    """
-    names, order = list(contenders), random.Random(0)
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        if number % 2:
-            names.reverse()
-        else:
-            order.shuffle(names)
-        for name in names:
-            found[name].append(measure(name))
-    return found
-
-
-def compare(
-    mpi: Any, calls: Mapping[str, Callable[[], Any]], rounds: tuple[int, int]
-) -> dict[str, list[float]]:
-    """Times collective calls alternately. Collective: every rank of the world."""
-    world = mpi.COMM_WORLD
-
-    def sample(name: str, number: int) -> float:
-        call = calls[name]
-        world.Barrier()
-        begin = time.perf_counter()
-        for _ in range(number):
-            call()
-        return world.allreduce(time.perf_counter() - begin, mpi.MAX) / number
-
-    guess = {name: min(sample(name, 1) for _ in range(3)) for name in calls}
-    numbers = {name: max(1, min(MAX_CALLS, int(SAMPLE_SECONDS / guess[name]))) for name in calls}
-    longest = max(numbers[name] * guess[name] for name in calls)
-    count = max(rounds[0], min(rounds[1], int(CONTENDER_SECONDS / longest)))
-    return in_turn(calls, count, lambda name: sample(name, numbers[name]))
+ALL_SECONDS = 2.0  # for all samples
+MAX_CALLS, MIN_SAMPLES, MAX_SAMPLES = 200, 5, 15
 
 
 def main() -> None:
@@ -113,8 +69,18 @@ def _reduction(mpi: Any, comm: _engine.Communicator, nbytes: int) -> float:
     for _ in range(3):
         if not mpi.COMM_WORLD.allreduce(np.array_equal(reduce([mine])[0], expected), mpi.LAND):
             raise SystemExit(f"a reduction of {nbytes} bytes has a wrong result")
-    samples = compare(mpi, {"ours": lambda: reduce([mine])}, ROUNDS)
-    return statistics.median(samples["ours"])
+
+    def sample(calls: int) -> float:
+        mpi.COMM_WORLD.Barrier()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            reduce([mine])
+        return mpi.COMM_WORLD.allreduce(time.perf_counter() - begin, mpi.MAX) / calls
+
+    guess = min(sample(1) for _ in range(3))
+    calls = max(1, min(MAX_CALLS, int(SAMPLE_SECONDS / guess)))
+    count = max(MIN_SAMPLES, min(MAX_SAMPLES, int(ALL_SECONDS / (calls * guess))))
+    return statistics.median(sample(calls) for _ in range(count))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def _split_cores(bind: bool) -> None:
     rank = launch_environment.announced_local_rank()
     if size < 2 or not hasattr(os, "sched_getaffinity"):
         return
-    cores = _cores()
+    cores = cores_of_process()
     if len(os.sched_getaffinity(0)) < len(os.sched_getaffinity(os.getppid())):
         share = len(cores)  # mpiexec bound this rank
     else:
@@ -90,7 +90,7 @@ def _split_cores(bind: bool) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
 
 
-def _cores() -> list[frozenset[int]]:
+def cores_of_process() -> list[frozenset[int]]:
     """Returns the cores of this process by package, each with its hardware threads."""
     allowed = os.sched_getaffinity(0)
     found: dict[tuple[int, ...], set[int]] = {}

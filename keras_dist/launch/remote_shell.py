@@ -7,22 +7,23 @@ Imports no MPI.
 
 import argparse
 import contextlib
+import shlex
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from keras_dist import errors
 from keras_dist.launch.cli.job import end_with_parent
+from keras_dist.launch.cli.mpiexec import Library
 
 MAX_UNANSWERED = 4  # messages to a host
 SSH_FAILED = 255  # exit code of ssh for errors of its own, such as a host that does not answer
 
 
 def agent_command(ssh: str, notes: Path, limit: int) -> list[str]:
-    """Returns the command of this program, to be followed by a host and a command there.
-
-    Args:
-        limit: seconds after which a host that does not answer is lost; 0: never.
-    """
+    """Returns the command of this program, to be followed by a host and a command there."""
     module = [sys.executable, "-P", "-m", "keras_dist.launch.remote_shell"]
     # mpiexec drops a last word without a dash.
     return [*module, f"--ssh={ssh}", f"--notes={notes}", f"--limit={limit}"]
@@ -54,15 +55,60 @@ def main() -> int:
 
 def _alive_options(limit: int) -> list[str]:
     """Returns the options with which ssh ends if a host does not answer for some seconds."""
-    if not limit:
-        return []
     interval = max(1, limit // (MAX_UNANSWERED + 1))
-    return [
-        "-o",
-        f"ServerAliveInterval={interval}",
-        "-o",
-        f"ServerAliveCountMax={MAX_UNANSWERED}",
-    ]
+    options = f"ServerAliveInterval={interval}", f"ServerAliveCountMax={MAX_UNANSWERED}"
+    return [word for option in options for word in ("-o", option)] if limit else []
+
+
+class Connections:
+    """The connections of one job.
+
+    Args:
+        limit: seconds after which a host that does not answer is lost; 0: never.
+    """
+
+    def __init__(self, notes: Path | None = None, limit: int = 0, agent: str = ""):
+        self._notes, self._limit = notes, limit
+        self.variables = {"PRTE_MCA_plm_ssh_agent": agent} if agent else {}
+
+    def begin(self) -> None:
+        """Forgets what was noted, before a start of the job."""
+        if self._notes is not None:
+            self._notes.unlink(missing_ok=True)
+
+    def lost(self) -> str:
+        """Returns an error that names the hosts that are lost; empty if there are none."""
+        found = {} if self._notes is None else read_notes(self._notes)
+        if not found:
+            return ""
+        told = ", ".join(f"exit code {code} of ssh to {host}" for host, code in found.items())
+        patience = ""
+        if self._limit:
+            patience = (
+                f" A host is lost after {self._limit} s without an answer "
+                "(KERAS_DIST_STALL_ABORT_SECONDS)."
+            )
+        return errors.explain(
+            "[keras-dist run]",
+            f"{' and '.join(found)} to answer until the job ends",
+            told,
+            f"Check the host and its network.{patience}",
+        )
+
+
+@contextlib.contextmanager
+def watched_connections(library: Library, ssh: str | None, limit: int) -> Iterator[Connections]:
+    """Watches the connections of a job while mpiexec enters hosts by ssh.
+
+    Only mpiexec of Open MPI needs it: Hydra notices by itself that ranks are gone.
+    """
+    with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:
+        notes = Path(folder) / "connections"
+        words = [] if ssh is None else agent_command(ssh, notes, limit)
+        if not words or not library.survives_rank_loss or shlex.join(words) != " ".join(words):
+            yield Connections()  # PRRTE divides a command at its blanks
+        else:
+            yield Connections(notes, limit, " ".join(words))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 ```
  rank 1 ── report ──┐ MPI, on request
- rank 0 ── report ──┴─ collector ── publish: Unix socket, TCP port ── keras-dist top, --web
-                             ├───── prometheus: HTTP
+ rank 0 ── report ──┴─ collector ── server: Unix socket, port ── keras-dist top, browser, Prometheus
                              └───── callbacks.WriteScalars: TensorBoard
 ```
 """

@@ -5,7 +5,6 @@ involved. Requests and reports take the ways of a tree, so that the root exchang
 few ranks. A rank that does not answer is shown with the age of its last report, and is asked once.
 """
 
-import functools
 import logging
 import os
 import sys
@@ -15,8 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_dist import _engine
-from keras_dist.monitor.job import Job, Row
-from keras_dist.monitor.report import Report, of_this_rank, take_sample
+from keras_dist.monitor.report import Job, Report, Row, of_this_rank, take_sample
 
 POLL_SECONDS = 0.5
 BUSY_SECONDS = 0.05  # of a rank that waits for answers
@@ -39,12 +37,15 @@ class Collector:
 
     def __init__(self, comm: _engine.Communicator):
         self._comm, self._mpi = comm, comm.mpi
-        mine = (os.uname().nodename, os.getpid(), self._can_request())
+        several = self._mpi is None or self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
+        mine = (os.uname().nodename, os.getpid(), several)
         everyone = [mine] if comm.mpi is None else comm.world.allgather(mine)
         may_ask = all(may for _, _, may in everyone)
         self._processes = [(host, pid) for host, pid, _ in everyone]
         self._mailbox = _engine.Mailbox(comm.world) if comm.size > 1 and may_ask else None
         self._note = "" if may_ask else CANNOT_ASK
+        script = getattr(sys.modules.get("__main__"), "__file__", None)  # or module, or notebook
+        self._name = os.path.basename(script or "") or "python"
         self._started = time.time()
         self._wanted = float("-inf")  # reports requested before are too old
         self._asked: dict[int, float] = {}  # when, by rank without an answer yet
@@ -87,10 +88,7 @@ class Collector:
             self._known[0] = of_this_rank(self._comm), time.monotonic()
             rows = [self._row(rank) for rank in range(len(self._processes))]
         host, pid = self._processes[0]
-        return Job(_name(), host, pid, self._started, time.time(), rows, self._note)
-
-    def _can_request(self) -> bool:
-        return self._mpi is None or self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
+        return Job(self._name, host, pid, self._started, time.time(), rows, self._note)
 
     def _row(self, rank: int) -> Row:
         if rank in self._known:
@@ -100,16 +98,13 @@ class Collector:
 
     def _missing(self) -> list[int]:
         """Returns the ranks without a recent report."""
-        others = range(1, len(self._processes))
-        return [rank for rank in others if self._requested_at(rank) < self._wanted]
-
-    def _requested_at(self, rank: int) -> float:
-        return self._known[rank][1] if rank in self._known else float("-inf")
+        fresh = {rank for rank, (_, asked) in self._known.items() if asked >= self._wanted}
+        return [rank for rank in range(1, len(self._processes)) if rank not in fresh]
 
     def _run(self) -> None:
         try:
             while not self._ends:
-                self._wake.wait(self._pause())
+                self._wake.wait(BUSY_SECONDS if self._inquiries.are_open else POLL_SECONDS)
                 self._wake.clear()
                 if self._mpi is not None and self._mpi.Is_finalized():
                     return
@@ -121,9 +116,6 @@ class Collector:
                 _log.warning(
                     "%s keras-dist top gets no more reports: %r", self._comm.where(), error
                 )
-
-    def _pause(self) -> float:
-        return BUSY_SECONDS if self._inquiries.are_open else POLL_SECONDS
 
     def _exchange(self, mailbox: _engine.Mailbox) -> None:
         for message in mailbox.receive():
@@ -144,10 +136,3 @@ class Collector:
                 if (asked := self._asked.pop(rank, None)) is not None:
                     self._known[rank] = report, asked
             self._news.notify_all()
-
-
-@functools.cache
-def _name() -> str:
-    """Returns the name of the script, module or notebook of this process."""
-    main = sys.modules.get("__main__")
-    return os.path.basename(getattr(main, "__file__", None) or "") or "python"

@@ -1,20 +1,21 @@
-"""The endpoints of a job: the collector of reports, and what the root serves.
+"""The endpoints of a job: the collector of reports, and where the root serves them.
 
 An endpoint that cannot be opened, such as a port in use, is a warning; training continues.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from keras_dist import _engine, config, errors
 from keras_dist.monitor.collector import Collector
-from keras_dist.monitor.publish import publish_at_port, publish_at_socket
-from keras_dist.monitor.sockets import directory
-from keras_dist.monitor.token import token_in
+from keras_dist.monitor.report import Job
+from keras_dist.monitor.server import Server
+from keras_dist.monitor.sockets import SUFFIX, directory, remove_dead, token_in
 
-PROMETHEUS_TOKEN = "prometheus-token"  # the default file, beside the sockets
+TOKEN = "prometheus-token"  # the default file of the token, beside the sockets
 
 _log = logging.getLogger("keras_dist")
 _current: "Endpoints | None" = None
@@ -31,9 +32,9 @@ class Endpoints:
     def __init__(self, comm: _engine.Communicator):
         global _current
         self.collector = Collector(comm)
-        self._servers: list[Any] = []
+        self._open = contextlib.ExitStack()
         if comm.rank == 0:
-            self._open(config.settings())
+            self._serve(config.settings())
         _current = self
 
     def close(self) -> None:
@@ -46,52 +47,67 @@ class Endpoints:
         self._close_servers()
         self.collector.abandon()
 
-    def stop_communication(self) -> None:
-        """Closes the endpoints, because the state of other ranks is unknown."""
-        self.abandon()
+    stop_communication = abandon  # because the state of other ranks is unknown
 
-    def _open(self, settings: config.Settings) -> None:
-        get_job = self.collector.job
-        self._try(
-            lambda: publish_at_socket(get_job),
-            "keras-dist top cannot show this job",
-            "Set KERAS_DIST_TOP=0 to turn it off.",
-        )
+    def _serve(self, settings: config.Settings) -> None:
+        def get_jobs() -> list[Job]:
+            return [self.collector.job()]
+
+        with _warning(
+            "keras-dist top cannot show this job", "Set KERAS_DIST_TOP=0 to turn it off."
+        ):
+            self._open.enter_context(serving_at_socket(get_jobs))
         if port := settings.top_port:
             remedy = "Choose another port, or unset it: keras-dist top shows the jobs of its node."
-            self._try(
-                lambda: publish_at_port(get_job, port),
-                f"KERAS_DIST_TOP_PORT={port} cannot be used",
-                remedy,
-            )
+            with _warning(f"KERAS_DIST_TOP_PORT={port} cannot be used", remedy):
+                self._serve_at(("127.0.0.1", port), get_jobs, _token_file(settings))
         if settings.prometheus_port is not None:
-            host, number = settings.prometheus_port
-            self._try(
-                lambda: _serve_prometheus(get_job, host, number, settings.prometheus_token_file),
-                f"KERAS_DIST_PROMETHEUS_PORT={host}:{number} cannot be used",
-                "Choose another port.",
-            )
+            host, port = settings.prometheus_port
+            trouble = f"KERAS_DIST_PROMETHEUS_PORT={host}:{port} cannot be used"
+            with _warning(trouble, "Choose another port."):
+                path = _token_file(settings)
+                self._serve_at((host, port), get_jobs, path)
+                url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+                print(
+                    f"keras_dist: Prometheus can scrape {url} with the token in {path}.", flush=True
+                )
 
-    def _try(self, make: Callable[[], Any], trouble: str, remedy: str) -> None:
-        try:
-            self._servers.append(make())
-        except (OSError, errors.LaunchError) as error:
-            _log.warning("%s: %s. Training continues. %s", trouble, error, remedy)
+    def _serve_at(
+        self, address: tuple[str, int], get_jobs: Callable[[], list[Job]], token_file: Path
+    ) -> None:
+        self._open.callback(Server(get_jobs, address, token_in(token_file)).close)
 
     def _close_servers(self) -> None:
         global _current
         _current = None
-        for server in self._servers:
-            server.close()
-        self._servers = []
+        self._open.close()
 
 
-def _serve_prometheus(get_job: Callable[[], Any], host: str, port: int, file: str) -> Any:
-    """Opens the port for Prometheus and prints its URL."""
-    from keras_dist.monitor.prometheus import Endpoint
+@contextlib.contextmanager
+def serving_at_socket(get_jobs: Callable[[], list[Job]]) -> Iterator[Path]:
+    """Serves jobs at a Unix socket to which only this user may connect."""
+    remove_dead()
+    path = directory() / f"{os.uname().nodename}-{os.getpid()}{SUFFIX}"
+    begun = path.with_suffix(".begun")  # a socket without a listener would be removed by others
+    begun.unlink(missing_ok=True)
+    server = Server(get_jobs, str(begun))
+    try:
+        begun.chmod(0o600)
+        begun.rename(path)
+        yield path
+    finally:
+        server.close()
+        path.unlink(missing_ok=True)
 
-    path = Path(file).expanduser() if file else directory() / PROMETHEUS_TOKEN
-    endpoint = Endpoint(get_job, host, port, token_in(path))
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
-    print(f"keras_dist: Prometheus can scrape {url} with the token in {path}.", flush=True)
-    return endpoint
+
+def _token_file(settings: config.Settings) -> Path:
+    file = settings.prometheus_token_file
+    return Path(file).expanduser() if file else directory() / TOKEN
+
+
+@contextlib.contextmanager
+def _warning(trouble: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, errors.LaunchError) as error:
+        _log.warning("%s: %s. Training continues. %s", trouble, error, remedy)

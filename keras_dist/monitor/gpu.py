@@ -1,5 +1,6 @@
 """The GPU of a rank, as NVIDIA's management library (NVML) reports it."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -12,12 +13,7 @@ PLACE_LENGTH = 12  # of such a name, in tables
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The state of a GPU, other processes included.
-
-    Args:
-        memory_nbytes: used memory in bytes.
-        memory_total_nbytes: total memory in bytes.
-    """
+    """The state of a GPU, other processes included."""
 
     name: str
     use: float | None
@@ -43,8 +39,10 @@ def gpu_of(local_rank: int, bus_id: str = "") -> Gpu | None:
             handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode())
             place = str(nvml.nvmlDeviceGetIndex(handle))
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        name = nvml.nvmlDeviceGetName(handle)
-        return Gpu(name, _use(nvml, handle), memory.used, memory.total, place)
+        name, use = nvml.nvmlDeviceGetName(handle), None
+        with contextlib.suppress(nvml.NVMLError):  # a MIG instance has none
+            use = float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+        return Gpu(name, use, memory.used, memory.total, place)
     except nvml.NVMLError:
         return None
 
@@ -68,24 +66,15 @@ def visible(
     return found
 
 
-def _use(nvml: Any, handle: Any) -> float | None:
-    try:
-        return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
-    except nvml.NVMLError:
-        return None
-
-
 @functools.cache
 def _library() -> Any | None:
-    try:
+    with contextlib.suppress(ImportError):
         import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
+
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            return pynvml
+    return None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The report of a rank: progress, speed, waits and resources.
+"""The report of a rank: progress, speed, waits and resources; and the job, all reports together.
 
 A report takes about 100 microseconds and requires no communication. Independent of transports; the
 JSON form can be read without keras_dist, and readers of reports do not import the engine.
@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from keras_dist._engine import Communicator
 
 WINDOW_SECONDS = 10.0  # over which rates are computed
+SLOW_SHARE = 0.05  # the slowest rank waits less than others by this ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,23 +56,103 @@ class Report:
     memory_nbytes: int | None = None
     gpu: Gpu | None = None
 
-    def to_json(self) -> str:
-        """Returns one line of JSON; in `logs`, values that are not finite become text."""
+    def to_fields(self) -> dict[str, Any]:
+        """Returns the fields for JSON; in `logs`, values that are not finite become text."""
         fields = dataclasses.asdict(self)
         fields["logs"] = {
             name: value if math.isfinite(value) else str(value) for name, value in self.logs.items()
         }
-        return json.dumps(fields)
+        return fields
 
     @classmethod
-    def from_json(cls, text: str) -> "Report":
-        """Returns the report of a line of JSON; unknown fields are ignored."""
+    def from_fields(cls, found: Mapping[str, Any]) -> "Report":
+        """Returns the report that fields stand for; unknown fields are ignored."""
         known = {field.name for field in dataclasses.fields(cls)}
-        fields = {name: value for name, value in json.loads(text).items() if name in known}
+        fields = {name: value for name, value in found.items() if name in known}
         fields["logs"] = {name: float(value) for name, value in fields.get("logs", {}).items()}
         if fields.get("gpu") is not None:
             fields["gpu"] = Gpu(**fields["gpu"])
         return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A rank."""
+
+    report: Report
+    age: float | None  # seconds since the report was requested; `None` before the first answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The state of a job at one time."""
+
+    name: str
+    host: str
+    pid: int
+    started: float  # when the ranks joined, in seconds since 1970
+    time: float
+    rows: list[Row]
+    note: str = ""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return len({row.report.host for row in self.rows})
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second of all ranks, if every rank reports them."""
+        speeds = [row.report.samples_per_second for row in self.rows]
+        known = [speed for speed in speeds if speed is not None]
+        return sum(known) if len(known) == len(speeds) else None
+
+    @property
+    def waiting(self) -> float | None:
+        """Mean ratio of time in which ranks wait for others."""
+        known = self._waiting().values()
+        return sum(known) / len(known) if known else None
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that waits least, if others wait clearly more; they wait for it."""
+        known = self._waiting()
+        if not known or max(known.values()) - min(known.values()) < SLOW_SHARE:
+            return None
+        return min(known, key=lambda rank: known[rank])
+
+    def to_json(self) -> str:
+        """Returns one line of JSON, with what follows from the reports."""
+        rows = [{**row.report.to_fields(), "age": row.age} for row in self.rows]
+        fields = {
+            "job": self.name,
+            "host": self.host,
+            "pid": self.pid,
+            "started": self.started,
+            "time": self.time,
+            "nodes": self.nodes,
+            "samples_per_second": self.samples_per_second,
+            "waiting": self.waiting,
+            "slowest": self.slowest,
+            "note": self.note,
+            "ranks": rows,
+        }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        """Returns the job that a line stands for."""
+        try:
+            found = json.loads(text)
+            rows = [Row(Report.from_fields(row), row["age"]) for row in found["ranks"]]
+            moments = found["started"], found["time"]
+            return cls(found["job"], found["host"], found["pid"], *moments, rows, found["note"])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"no job: {error!r}") from None
+
+    def _waiting(self) -> dict[int, float]:
+        shares = {row.report.rank: row.report.waiting for row in self.rows}
+        return {rank: share for rank, share in shares.items() if share is not None}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,42 +1,39 @@
-"""The sockets of jobs: their directory, and the client that reads a job from one.
+"""The private directory of a user's jobs: their sockets, the token, and the client of both.
 
-The root of a job listens on a Unix socket in a private directory of its user, and on request on a
-loopback port, which requires the token in the directory of the socket. A client receives one line
-of JSON per second until either side closes. Imports no engine.
+The root of a job serves at a Unix socket in this directory, and on request at a port, which needs
+the token. The file of the token stays when the job ends, so that a scraper is configured once.
+Imports no engine.
 """
 
 import contextlib
+import http.client
 import os
+import secrets
 import socket
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from keras_dist import errors
-from keras_dist.monitor.job import Job
-from keras_dist.storage.ownership import describe, is_private_directory, private_name
+from keras_dist.monitor.report import Job
+from keras_dist.storage.atomic_write import beside
+from keras_dist.storage.ownership import (
+    describe,
+    is_private_directory,
+    private_name,
+    write_private,
+)
 
-__all__ = [
-    "SUFFIX",
-    "TOKEN_SUFFIX",
-    "directory",
-    "find_sockets",
-    "is_of_this_node",
-    "jobs_at",
-    "jobs_of",
-    "remove",
-    "remove_dead",
-]
-
-SUFFIX, TOKEN_SUFFIX = ".socket", ".token"
+SUFFIX = ".socket"
 ANSWER_SECONDS = 10.0  # a job answers within 3
+PERIOD_SECONDS = 1.0
+MIN_LENGTH, MAX_NBYTES = 16, 4096  # of a token, and of its file
 
 
 def directory() -> Path:
-    """Returns the directory of this user's sockets; creates it if needed.
-
-    It lies in `XDG_RUNTIME_DIR`, or in `/tmp` without that.
-    """
+    """Returns the directory of this user's sockets; creates it if needed."""
     path = _candidates()[0]
     path.mkdir(mode=0o700, exist_ok=True)
     if not is_private_directory(path):
@@ -60,12 +57,6 @@ def find_sockets() -> list[Path]:
     return [path for _, path in sorted(dated, reverse=True)]
 
 
-def remove(path: Path) -> None:
-    """Removes a socket and its token."""
-    for found in (path, path.with_suffix(TOKEN_SUFFIX)):
-        found.unlink(missing_ok=True)
-
-
 def remove_dead() -> None:
     """Removes sockets of this node without a listener, because the root was killed."""
     for path in filter(is_of_this_node, find_sockets()):
@@ -74,7 +65,7 @@ def remove_dead() -> None:
             try:
                 connection.connect(str(path))
             except ConnectionRefusedError:
-                remove(path)
+                path.unlink(missing_ok=True)
             except OSError:  # the job has just ended
                 continue
 
@@ -84,33 +75,70 @@ def is_of_this_node(path: Path) -> bool:
     return path.name.startswith(f"{os.uname().nodename}-")
 
 
-def jobs_of(path: Path) -> Iterator[Job]:
-    """Yields the state of a job once per second, until the job ends."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(ANSWER_SECONDS)
-        connection.connect(str(path))
-        yield from _read(connection)
+def jobs_of(address: Path | tuple[str, int], token: str = "") -> Iterator[Job]:
+    """Yields the state of a job at a socket, or at host and port, once per second until it ends."""
+    end = time.monotonic()
+    while True:
+        try:
+            job = _read(address, token)
+        except (ConnectionResetError, BrokenPipeError, TimeoutError):
+            if time.monotonic() > end:  # strangers may hold all connections of a port for a while
+                raise
+        else:
+            yield job
+            end = time.monotonic() + 2 * ANSWER_SECONDS
+        time.sleep(PERIOD_SECONDS)
 
 
-def jobs_at(host: str, port: int, token: str) -> Iterator[Job]:
-    """Yields the state of a job that listens on a port, perhaps through a tunnel; see `jobs_of`."""
-    with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
-        connection.sendall(f"{token}\n".encode())
-        yield from _read(connection)
+def _read(address: Path | tuple[str, int], token: str) -> Job:
+    host, port = ("localhost", None) if isinstance(address, Path) else address
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
+    with contextlib.closing(connection):
+        if isinstance(address, Path):
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(ANSWER_SECONDS)
+            connection.sock.connect(str(address))
+        try:
+            connection.request("GET", "/job", headers={"Authorization": f"Bearer {token}"})
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+            if answer.status == http.HTTPStatus.OK:
+                return Job.from_json(text)
+            text = "the token is not that of this job" if answer.status == 401 else text
+        except (http.client.HTTPException, ValueError) as error:
+            if isinstance(error, OSError):
+                raise
+            text = str(error)
+    raise errors.ArgumentError(
+        "[keras-dist top]",
+        "a job of keras_dist",
+        repr(text[:80].strip()),
+        "Check the address, and pass the token of that job.",
+    )
 
 
-def _read(connection: socket.socket) -> Iterator[Job]:
-    with connection.makefile(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                yield Job.from_json(line)
-            except ValueError:
-                raise errors.ArgumentError(
-                    "[keras-dist top]",
-                    "a job of keras_dist",
-                    repr(line[:80].strip()),
-                    "Check the address, and pass the token of that job.",
-                ) from None
+def token_in(path: Path) -> str:
+    """Returns the token in a private file; creates the file if there is none."""
+    if not os.path.lexists(path):
+        with beside(path) as made, contextlib.suppress(FileExistsError):
+            write_private(made, f"{secrets.token_urlsafe(32)}\n")
+            os.link(made, path)  # another job may have created it meanwhile
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(handle)
+        alone = found.st_uid == os.getuid() and not found.st_mode & 0o077
+        if not stat.S_ISREG(found.st_mode) or not alone:
+            raise _no_token(f"{path} to be a file that only this user can read", describe(path))
+        token = file.read(MAX_NBYTES).decode(errors="replace").strip()
+    if len(token) < MIN_LENGTH or not token.isascii() or not token.isprintable():
+        what = f"{path} to hold a token of at least {MIN_LENGTH} ASCII characters"
+        raise _no_token(what, f"{len(token)} characters, or others than printable ASCII")
+    return token
+
+
+def _no_token(expected: str, received: str) -> errors.LaunchError:
+    remedy = "Remove the file, so that a new token is created, or name another file."
+    return errors.LaunchError("[keras_dist]", expected, received, remedy)
 
 
 def _candidates() -> list[Path]:

@@ -6,8 +6,7 @@ from typing import Any
 import ray
 
 from keras_dist import _engine, runtime
-from keras_dist.launch.interactive.exchange import Failure, Value
-from keras_dist.launch.interactive.rank import as_failure, as_value
+from keras_dist.launch.interactive.outcome import Failure, Value, as_failure, as_value
 from keras_dist.launch.world.member import Member, join_world
 
 

@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from keras_dist import errors
 from keras_dist.launch.world import WorldServer
-from keras_dist.launch.world.gathering import END_SECONDS, Outcome, gather, lost
+from keras_dist.launch.world.worker import END_SECONDS, Outcome, gather, lost
 from keras_dist.ray.actor import Rank
 
 WHERE = "[keras_dist.ray.RayExecutor]"

@@ -24,7 +24,7 @@ from keras_dist import _backends
 from keras_dist import elastic as elastic
 from keras_dist._backends import tensorflow as _own
 from keras_dist.errors import LaunchError
-from keras_dist.monitor.timeline.control import start_timeline, stop_timeline
+from keras_dist.monitor.timeline.recording import start_timeline, stop_timeline
 from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum
 from keras_dist.runtime import (
     add_process_set,

@@ -23,7 +23,7 @@ from keras_dist import _backends
 from keras_dist import elastic as elastic
 from keras_dist.elastic.running import HorovodInternalError
 from keras_dist.elastic.torch_sampler import ElasticSampler
-from keras_dist.monitor.timeline.control import start_timeline, stop_timeline
+from keras_dist.monitor.timeline.recording import start_timeline, stop_timeline
 from keras_dist.ops import barrier
 from keras_dist.ops.asynchronous import Handle, poll, synchronize
 from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 from keras_dist import config
-from keras_dist.launch.cli.horovodrun import REFUSED
-from keras_dist.launch.cli.options import OPTIONS
+from keras_dist.launch.cli.options import OPTIONS, REFUSED
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "launching.md"
 BEGIN, END = "<!-- made by tests/house/test_launching.py -->\n", "<!-- end -->\n"

@@ -12,7 +12,7 @@ from keras_dist._version import __version__
 __all__ = ["main"]
 
 USAGE = 2  # as argparse ends
-# A command is a module of its name, imported when it is called, so that --help is fast.
+# The module of a command is imported when it is called, so that --help is fast.
 COMMANDS = {
     "bench": "measure the cost of gradient reductions",
     "checkpoint": "list the generations of saved training, and check that they are whole",
@@ -36,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     for name, meaning in COMMANDS.items():
         if words[:1] == [name]:
-            importlib.import_module(f"keras_dist.launch.cli.{name.replace('-', '_')}").add_to(
-                commands
-            )
+            module = "checkpoint" if name == "export" else name.replace("-", "_")
+            importlib.import_module(f"keras_dist.launch.cli.{module}").add_to(commands, name)
         else:
             commands.add_parser(name, help=meaning)
     options = parser.parse_args(words, argparse.Namespace(words=words[1:]))

@@ -10,22 +10,34 @@ import json
 import math
 import os
 import re
+import sys
+import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 from keras_dist import errors
-from keras_dist.launch.cli.command import number_of_ranks
-from keras_dist.launch.cli.measured import measure
+from keras_dist.launch.cli.command import (
+    check_entry,
+    job_command,
+    number_of_ranks,
+    settings_of,
+    ssh_of_job,
+)
+from keras_dist.launch.cli.job import run_job
+from keras_dist.launch.cli.mpiexec import load_library
 from keras_dist.launch.cli.options import add_host_options
 
 SIZES = ("4K", "64K", "1M", "16M", "100M")
 UNITS = {"": 0, "K": 1, "M": 2, "G": 3}
 FLOAT_NBYTES = 4
+MARK = "keras_dist measured: "
+SECONDS = 300
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, name: str) -> None:
     """Adds the command to the subparsers."""
     parser = commands.add_parser(
-        "bench",
+        name,
         description=" ".join(__doc__.split("\n\n", 1)[1].split()),
         allow_abbrev=False,
     )
@@ -53,7 +65,11 @@ def _bench(options: argparse.Namespace) -> int:
             "Pass --parameters with the number that model.summary() shows, and measure fit with "
             "keras_dist.callbacks(throughput=True).",
         )
-    options.np = options.np or _number_of_ranks(options)
+    if options.np is None:
+        try:
+            options.np = number_of_ranks(options, dict(os.environ))
+        except errors.ArgumentError:
+            options.np = 2
     sizes = list(options.sizes)
     if options.parameters:
         sizes.append(FLOAT_NBYTES * options.parameters)
@@ -76,13 +92,6 @@ def _bench(options: argparse.Namespace) -> int:
             _format_size(size), *(f"{1e3 * time:.3f} ({size / time / 1e9:.1f})" for time in times)
         )
     return 0
-
-
-def _number_of_ranks(options: argparse.Namespace) -> int:
-    try:
-        return number_of_ranks(options, dict(os.environ))
-    except errors.ArgumentError:
-        return 2
 
 
 def _up_to(ranks: int) -> list[int]:
@@ -110,3 +119,28 @@ def _format_size(size: int) -> str:
 
 def _print_row(first: str, *others: str) -> None:
     print(first.ljust(10) + "".join(text.rjust(22) for text in others))
+
+
+def measure(options: argparse.Namespace, ranks: int, sizes: Iterable[int]) -> dict[str, Any]:
+    """Runs `keras_dist.launch.microbench` with sizes in bytes, and returns the JSON it prints."""
+    module = "keras_dist.launch.microbench"
+    program = [sys.executable, "-P", "-m", module, MARK, *map(str, sizes)]
+    environment = {**os.environ, **settings_of(options)}
+    where = argparse.Namespace(**{**vars(options), "np": ranks})
+    command = job_command(where, load_library(), program, environment, binds=False)
+    check_entry(where, ssh_of_job(where, environment))
+    with tempfile.TemporaryFile("w+") as output:
+        ended = run_job(command, environment, SECONDS, output)
+        output.seek(0)
+        lines = output.read().splitlines()
+    for line in lines:
+        if line.startswith(MARK):
+            found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+            return found
+    told = " / ".join(line.strip() for line in lines if line.strip())[-2000:]
+    raise errors.LaunchError(
+        "[keras-dist]",
+        f"a job of {ranks} ranks to finish",
+        f"exit code {ended.code}" + (f" and {told}" if told else ""),
+        "Try: keras-dist run -np 2 hostname",
+    )

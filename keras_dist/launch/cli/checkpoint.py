@@ -1,4 +1,4 @@
-"""`keras-dist checkpoint`: lists the generations of saved training."""
+"""`keras-dist checkpoint` and `keras-dist export`: saved training in a terminal."""
 
 import argparse
 import pathlib
@@ -10,16 +10,30 @@ from keras_dist.resume import format
 COLUMNS = "{:<20} {:>6} {:>8} {:>6} {:>6} {:>10}  {}"
 
 
-def add_to(commands: Any) -> None:
-    """Adds the command to the subparsers."""
-    parser = commands.add_parser(
-        "checkpoint",
-        description="Lists the generations of a directory of keras_dist.callbacks.BackupAndRestore "
-        "or ShardedCheckpoint, newest first, and compares each file with its digest. Ends with 1 "
-        "if no generation is whole.",
-    )
-    parser.set_defaults(act=_list)
+def add_to(commands: Any, name: str) -> None:
+    """Adds one of the commands to the subparsers."""
+    if name == "checkpoint":
+        description = (
+            "Lists the generations of a directory of keras_dist.callbacks.BackupAndRestore or "
+            "ShardedCheckpoint, newest first, and compares each file with its digest. Ends with 1 "
+            "if no generation is whole."
+        )
+    else:
+        description = (
+            "Writes the newest undamaged generation of keras_dist.callbacks.BackupAndRestore or "
+            "ShardedCheckpoint as one .keras file, or its weights as a .weights.h5 file. "
+            "KERAS_BACKEND selects the backend, as in a script."
+        )
+    parser = commands.add_parser(name, description=description)
+    parser.set_defaults(act=_list if name == "checkpoint" else _export)
     parser.add_argument("directory", help="directory of the generations")
+    if name == "export":
+        parser.add_argument(
+            "file", help="path of the new file, which ends in .keras or .weights.h5"
+        )
+        parser.add_argument(
+            "--generation", type=int, help="number of the generation (default: the newest)"
+        )
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -50,3 +64,10 @@ def _shows_whole(path: pathlib.Path) -> bool:
     number = f"{format.number_of(path):08d}"
     print(COLUMNS.format(number, *place, len(parts), f"{nbytes / 2**20:.2f}", state), flush=True)
     return not damage
+
+
+def _export(options: argparse.Namespace) -> int:
+    from keras_dist import checkpoints
+
+    checkpoints.export(options.directory, options.file, generation=options.generation)
+    return 0

@@ -185,11 +185,7 @@ def _print(text: str) -> None:
 
 
 def ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | None]:
-    """Runs a discovery script; returns slots by host, and an error text or `None`.
-
-    Args:
-        seconds: time limit.
-    """
+    """Runs a discovery script for some seconds; returns slots by host, and an error text."""
     try:
         output, code = _output(script, seconds)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,8 @@
-"""One run of a job: start it, forward signals, and leave no process behind."""
+"""One run of a job: start it, forward signals, and leave no process behind.
+
+Between two runs there are no ranks to forward signals to: they end the launcher with the exit code
+of a preempted job.
+"""
 
 import contextlib
 import ctypes
@@ -14,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from keras_dist.runtime import exit_hooks
+
 LOST_SECONDS = 5  # for mpiexec to end by itself after a host is lost, and after a signal
 GRACE_SECONDS = 30  # after a signal; the default of Slurm before SIGKILL
 KILL_SECONDS = 5  # a killed process may hang in the kernel
@@ -24,6 +30,11 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 _DEATH_SIGNAL, _SUBREAPER = 1, 36  # of prctl, on Linux
+SIGNAL_CODES = {
+    signal.SIGTERM: exit_hooks.PREEMPTED_EXIT_CODE,
+    signal.SIGUSR1: exit_hooks.PREEMPTED_EXIT_CODE,
+    signal.SIGHUP: 128 + signal.SIGHUP,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,66 +57,54 @@ def run_job(
 ) -> Ended:
     """Runs a job to its end and forwards signals. No process of a failed job is left on this host.
 
-    After a terminating signal the job has `GRACE_SECONDS`; Ctrl-C twice kills it at once.
-
-    Args:
-        seconds: time limit. Defaults to `None`: no limit.
+    After a terminating signal the job has `GRACE_SECONDS`; Ctrl-C twice kills it at once. It has
+    some `seconds` at most, or no limit.
     """
-    return _Job(process).run(command, environment, seconds, output, lost, beside)
+    job = _Job(process)
+    _prctl(_SUBREAPER, 1)  # orphans of mpiexec become children of this process
+    others = _children()
+    previous = {number: signal.signal(number, job.pass_on) for number in PASSED_ON}
+    previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, job.expire)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds or 0)
+        if job.process is None:
+            # In a session of its own: this process forwards Ctrl-C.
+            job.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        for number in job.signals:  # that arrived meanwhile
+            job.process.send_signal(number)
+        with job.ending_without(lost), beside():
+            code = job.process.wait()
+        if lost():
+            code = LOST_CODE if code <= 0 else code  # ended by this process, or 0 in error
+        # Later signals belong to the caller, after the job is gone.
+        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        if code != 0:
+            _kill(lambda: _children() - others)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    first = next((number for number in job.signals if number in ENDING), None)
+    return Ended(code if code >= 0 else 128 - code, first, job.timed_out)
 
 
 class _Job:
     def __init__(self, process: "subprocess.Popen[bytes] | None") -> None:
-        self._process = process
-        self._signals: list[int] = []
-        self._timed_out = False
-
-    def run(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        seconds: float | None,
-        output: IO[Any] | None,
-        lost: Callable[[], Any],
-        beside: Callable[[], contextlib.AbstractContextManager[Any]],
-    ) -> Ended:
-        _prctl(_SUBREAPER, 1)  # orphans of mpiexec become children of this process
-        others = _children()
-        previous = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
-        previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._expire)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds or 0)
-            if self._process is None:
-                # In a session of its own: this process forwards Ctrl-C.
-                self._process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    preexec_fn=end_with_parent,
-                )
-            for number in self._signals:  # that arrived meanwhile
-                self._process.send_signal(number)
-            with self._ending_without(lost), beside():
-                code = self._process.wait()
-            if lost():
-                code = LOST_CODE if code <= 0 else code  # ended by this process, or 0 in error
-            # Later signals belong to the caller, after the job is gone.
-            signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
-            if code != 0:
-                _kill(lambda: _children() - others)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        first = next((number for number in self._signals if number in ENDING), None)
-        return Ended(code if code >= 0 else 128 - code, first, self._timed_out)
+        self.process = process
+        self.signals: list[int] = []
+        self.timed_out = False
 
     @contextlib.contextmanager
-    def _ending_without(self, lost: Callable[[], Any]) -> Iterator[None]:
+    def ending_without(self, lost: Callable[[], Any]) -> Iterator[None]:
         """Ends mpiexec if a host is lost, unless it ends by itself."""
         has_ended = threading.Event()
 
@@ -114,8 +113,8 @@ class _Job:
                 if has_ended.wait(POLL_SECONDS):
                     return
             for number in (signal.SIGTERM, signal.SIGKILL):
-                if not has_ended.wait(LOST_SECONDS) and self._process is not None:
-                    self._process.send_signal(number)
+                if not has_ended.wait(LOST_SECONDS) and self.process is not None:
+                    self.process.send_signal(number)
 
         thread = threading.Thread(target=watch, name="keras_dist hosts", daemon=True)
         thread.start()
@@ -125,20 +124,20 @@ class _Job:
             has_ended.set()
             thread.join()
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        again = number == signal.SIGINT and number in self._signals
-        self._signals.append(number)
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and number in self.signals
+        self.signals.append(number)
         if number in ENDING:
             signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL if again else number)
+        if self.process is not None:
+            self.process.send_signal(signal.SIGKILL if again else number)
 
-    def _expire(self, number: int, frame: FrameType | None) -> None:
-        if self._process is None or any(number in ENDING for number in self._signals):
-            self._pass_on(signal.SIGKILL, frame)
+    def expire(self, number: int, frame: FrameType | None) -> None:
+        if self.process is None or any(number in ENDING for number in self.signals):
+            self.pass_on(signal.SIGKILL, frame)
         else:
-            self._timed_out = True
-            self._pass_on(signal.SIGTERM, frame)
+            self.timed_out = True
+            self.pass_on(signal.SIGTERM, frame)
 
 
 def kill_children() -> None:
@@ -181,3 +180,32 @@ _libc_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 def _prctl(option: int, value: int) -> None:
     if _libc_prctl is not None:
         _libc_prctl(option, value, 0, 0, 0)
+
+
+class EndRequested(BaseException):
+    """Raised for a terminating signal; a `BaseException`, as `KeyboardInterrupt`."""
+
+    def __init__(self, number: int):
+        self.name = signal.Signals(number).name
+        self.code = SIGNAL_CODES[signal.Signals(number)]
+
+
+@contextlib.contextmanager
+def terminating_signals_raise() -> Iterator[None]:
+    """Makes terminating signals raise within the context; a running job has its own handlers."""
+    previous = {number: signal.signal(number, _raise) for number in SIGNAL_CODES}
+    # Its default action would end the launcher, but only ranks use it.
+    previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, _ignore)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise EndRequested(number)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Does nothing. Unlike `SIG_IGN`, a handler is not inherited by started programs."""

@@ -23,9 +23,9 @@ changes are proposed; 2: a file is not a script; 3: no further changes are propo
 manual changes."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, name: str) -> None:
     """Adds the command to the subparsers."""
-    parser = commands.add_parser("migrate", description=DESCRIPTION)
+    parser = commands.add_parser(name, description=DESCRIPTION)
     parser.set_defaults(act=_migrate)
     parser.add_argument("scripts", type=pathlib.Path, nargs="+", metavar="script.py")
     parser.add_argument("--write", action="store_true", help="write the changes to the scripts")
@@ -50,7 +50,9 @@ def _migrate(options: argparse.Namespace) -> int:
             if options.write:
                 _write(path, wanted, encoding)
     by_hand = sum(len({note.line for note in notes}) for _, notes in rewritten.values())
-    _summarize(by_hand)
+    if by_hand:
+        lines = "1 line is" if by_hand == 1 else f"{by_hand} lines are"
+        print(f"keras-dist migrate: {lines} left to change manually.", file=sys.stderr)
     if proposed and not options.write:
         return PROPOSED
     return BY_HAND if by_hand else 0
@@ -62,12 +64,6 @@ def _diff(before: str, after: str, name: str) -> Iterator[str]:
     old, new = (io.StringIO(text).readlines() for text in (before, after))
     for line in difflib.unified_diff(old, new, name, name):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-
-
-def _summarize(by_hand: int) -> None:
-    if by_hand:
-        lines = "1 line is" if by_hand == 1 else f"{by_hand} lines are"
-        print(f"keras-dist migrate: {lines} left to change manually.", file=sys.stderr)
 
 
 def _read(path: pathlib.Path) -> tuple[str, str]:

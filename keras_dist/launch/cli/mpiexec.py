@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from keras_dist import errors
+from keras_dist.launch.rank_wrapper import cores_of_process
 
 # These mean that slots come from a batch system.
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE")
@@ -90,7 +91,7 @@ def mpiexec_options(
         options.append("--allow-run-as-root")
     if hosts:
         options += ["--host", _listed(hosts)]
-    elif ranks > _cores() and not any(name in os.environ for name in ALLOCATIONS):
+    elif ranks > _number_of_cores() and not any(name in os.environ for name in ALLOCATIONS):
         options.append("--oversubscribe")
     if not binds:
         options += ["--bind-to", "none"]
@@ -150,10 +151,8 @@ def _version(mpiexec: str) -> str:
         return ""  # not executable
 
 
-def _cores() -> int:
+def _number_of_cores() -> int:
     """Returns the number of physical cores of this process, which Open MPI counts as slots."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
-    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    paths = [Path(siblings.format(cpu)) for cpu in os.sched_getaffinity(0)]
-    return len({path.read_text() if path.exists() else path for path in paths})
+    return len(cores_of_process())

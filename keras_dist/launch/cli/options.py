@@ -1,12 +1,13 @@
-"""The options of `keras-dist run`: one table for the parser and the documentation."""
+"""The options of `keras-dist run`, on the command line and in a file, and those of `horovodrun`."""
 
 import argparse
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from keras_dist import config
+from keras_dist import config, errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,3 +254,96 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for hosts, slots and the connection to hosts."""
     for option in HOST_OPTIONS:
         option.add_to(parser)
+
+
+def arguments_of_file(path: str) -> list[str]:
+    """Returns the options of a YAML file as command-line arguments."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = " ".join(str(error).split())
+        raise _bad_file("a YAML file with options", f"{path}: {text}") from None
+    if not isinstance(found, dict):
+        raise _bad_file(f"{path} to hold lines like 'max-restarts: 3'", repr(found))
+    known = {
+        name.lstrip("-"): (name, option)
+        for option in OPTIONS
+        for name in f"{option.names} {option.horovod}".split()
+        if option.field != "config_file"
+    }
+    words = []
+    for key, value in found.items():
+        name, option = known.get(str(key).replace("_", "-"), (None, None))
+        if name is None or option is None:
+            raise _bad_file(f"options in {path} that keras-dist run has", repr(key))
+        if isinstance(value, bool) != (not option.metavar):
+            expected = "a value" if option.metavar else "true or false"
+            raise _bad_file(f"{key} in {path} to have {expected}", repr(value))
+        if isinstance(value, bool):
+            words += [name] if value else []
+        elif isinstance(value, list) and option.repeated:
+            words += [f"{name}={item}" for item in value]
+        elif isinstance(value, str | int | float):
+            words += [f"{name}={value}"]
+        else:
+            raise _bad_file(f"{key} in {path} to have one value", repr(value))
+    return words
+
+
+def _bad_file(expected: str, received: str) -> errors.ArgumentError:
+    remedy = "The names are the long options without leading dashes; see keras-dist run -h."
+    return errors.ArgumentError("[keras-dist run]", expected, received, remedy)
+
+
+_ELASTIC = "Leave it out: the script of --host-discovery-script prints hosts with slots."
+_NETWORK = (
+    "Pass it to mpiexec: --mpi-args '-iface eth0' for MPICH, "
+    "--mpi-args '--mca btl_tcp_if_include eth0' for Open MPI."
+)
+_SSH = "Set it in ~/.ssh/config, which the ssh of mpiexec reads."
+_NO_CYCLES = "Leave it out: there is no negotiation, no cycle and no cache."
+_BY_NODES = "Leave it out: the algorithm is chosen from the ranks of each node."
+_TUNED = "Leave it out: the bucket size is measured once, unless --bucket-mb is set."
+_ONE_WAY = "Leave it out: ranks communicate through shared memory and MPI only."
+_LOGGER = "Set it in the script: logging.getLogger('keras_dist').setLevel(...)."
+REFUSED = {
+    name: remedy
+    for names, remedy in {
+        "--gloo --mpi --jsrun --tcp --gloo-timeout-seconds --num-nccl-streams": _ONE_WAY,
+        "--mpi-threads-disable --no-mpi-threads-disable": _ONE_WAY,
+        "--network-interface --network-interfaces": _NETWORK,
+        "-p --ssh-port -i --ssh-identity-file": _SSH,
+        "--slots-per-host --blacklist-cooldown-range": _ELASTIC,
+        "--cycle-time-ms --cache-capacity --disable-cache": _NO_CYCLES,
+        "--timeline-mark-cycles --no-timeline-mark-cycles": _NO_CYCLES,
+        "--hierarchical-allreduce --no-hierarchical-allreduce --torus-allreduce": _BY_NODES,
+        "--no-torus-allreduce --hierarchical-allgather --no-hierarchical-allgather": _BY_NODES,
+        "--autotune --no-autotune --autotune-log-file --autotune-warmup-samples": _TUNED,
+        "--autotune-steps-per-sample --autotune-bayes-opt-max-samples": _TUNED,
+        "--autotune-gaussian-process-noise": _TUNED,
+        "--log-level --log-with-timestamp --log-without-timestamp": _LOGGER,
+        "--log-hide-timestamp --no-log-hide-timestamp": _LOGGER,
+        "-prefix-timestamp --prefix-output-with-timestamp": "Pipe the output through ts.",
+        "--start-timeout": "Pass --timeout, the seconds after which the whole job ends.",
+        "--stall-check": "Leave it out: stalls are checked by default.",
+        "--no-stall-check": "Pass --stall-seconds 0 --stall-abort-seconds 0.",
+        "--binding-args": "Pass --bind, or --mpi-args with --bind mpiexec.",
+        "--thread-affinity": "Pass --bind.",
+        "-cb --check-build": "Run keras-dist doctor.",
+        "-v --version": "Run keras-dist --version.",
+    }.items()
+    for name in names.split()
+}
+
+
+def refuse(parser: argparse.ArgumentParser) -> None:
+    """Adds options of `horovodrun` that do not apply; each raises an error with its replacement."""
+    for name in REFUSED:
+        parser.add_argument(name, action=_Refuse, nargs="?", help=argparse.SUPPRESS)
+
+
+class _Refuse(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        parser.error(f"{option_string} of horovodrun does not apply. {REFUSED[option_string]}")

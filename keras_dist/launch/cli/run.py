@@ -15,23 +15,22 @@ from typing import Any
 
 from keras_dist import config, errors
 from keras_dist.launch.cli.command import (
+    add_program,
     check_entry,
     hosts_of_job,
     job_command,
+    program_of,
     settings_of,
     ssh_of_job,
+    words_of_python,
 )
-from keras_dist.launch.cli.config_file import arguments_of_file
-from keras_dist.launch.cli.connections import Connections, watched_connections
 from keras_dist.launch.cli.discovery import HostWatch, with_hosts
-from keras_dist.launch.cli.horovodrun import refuse
 from keras_dist.launch.cli.hosts import allocation
-from keras_dist.launch.cli.job import Ended, run_job
-from keras_dist.launch.cli.mpiexec import Library, load_library
-from keras_dist.launch.cli.options import OPTIONS, add_options
-from keras_dist.launch.cli.program import add_program, program_of, words_of_python
-from keras_dist.launch.cli.restart_signals import EndRequested, terminating_signals_raise
+from keras_dist.launch.cli.job import Ended, EndRequested, run_job, terminating_signals_raise
+from keras_dist.launch.cli.mpiexec import load_library
+from keras_dist.launch.cli.options import OPTIONS, add_options, arguments_of_file, refuse
 from keras_dist.launch.cli.standby import Standby, standing_by
+from keras_dist.launch.remote_shell import Connections, watched_connections
 from keras_dist.runtime import exit_hooks
 from keras_dist.storage import memory_directory
 
@@ -47,29 +46,24 @@ loads, and forwards signals. With --max-restarts a failed job is restarted; a sc
 with keras_dist.callbacks.BackupAndRestore resumes from its last backup."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, name: str) -> None:
     """Adds the command to the subparsers."""
     parser = commands.add_parser(
-        "run",
+        name,
         description=DESCRIPTION,
         usage="keras-dist run [options] -np N "
         "(python train.py | train.py | notebook.ipynb | -m module) ...",
         allow_abbrev=False,
     )
-    parser.set_defaults(act=lambda options: _run_in_time(_with_file(parser, options)))
+    parser.set_defaults(act=lambda options: _run_in_time(parser, options))
     add_options(parser)
     refuse(parser)
     add_program(parser)
 
 
-def _with_file(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
-    """Returns the options with those of the file, which the command line overrides."""
-    if options.config_file is None:
-        return options
-    return parser.parse_args([*arguments_of_file(options.config_file), *options.words])
-
-
-def _run_in_time(options: argparse.Namespace) -> int:
+def _run_in_time(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.config_file is not None:  # the command line overrides it
+        options = parser.parse_args([*arguments_of_file(options.config_file), *options.words])
     seconds = math.inf if options.timeout is None else options.timeout
     try:
         return _run(options, time.monotonic() + seconds)
@@ -113,7 +107,10 @@ def _run(options: argparse.Namespace, end: float) -> int:
     if options.dry_run:
         return 0
     if goes_on and not library.survives_rank_loss:
-        _print(_cannot_survive(library, options.max_restarts))
+        instead = "the job ends instead; --max-restarts N would restart it."
+        if options.max_restarts:
+            instead = f"the job is restarted instead, at most {options.max_restarts} times."
+        _print(f"{library.text} cannot continue after the death of a rank: {instead}")
     if "--allow-run-as-root" in command:
         _print("running as root: --allow-run-as-root is passed to mpiexec.")
     try:
@@ -263,15 +260,6 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
         if options.min_np:
             wanted["KERAS_DIST_MIN_NP"] = str(options.min_np)
     return wanted
-
-
-def _cannot_survive(library: Library, max_restarts: int) -> str:
-    instead = (
-        f"the job is restarted instead, at most {max_restarts} times."
-        if max_restarts
-        else "the job ends instead; --max-restarts N would restart it."
-    )
-    return f"{library.text} cannot continue after the death of a rank: {instead}"
 
 
 def _print(text: str) -> None:

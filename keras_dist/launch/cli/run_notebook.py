@@ -16,9 +16,9 @@ each cell; other ranks write their output to log files in the same directory. An
 rank ends all ranks."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, name: str) -> None:
     """Adds the command to the subparsers."""
-    parser = commands.add_parser("run-notebook", description=DESCRIPTION)
+    parser = commands.add_parser(name, description=DESCRIPTION)
     parser.set_defaults(act=_run)
     parser.add_argument("notebook", type=pathlib.Path)
     parser.add_argument(
@@ -57,16 +57,11 @@ def _run(options: argparse.Namespace) -> int:
     from keras_dist.launch import notebook
 
     path = options.notebook
-    return notebook.run_notebook(
-        path, options.output or notebook.executed_path(path), _parameters(options)
-    )
-
-
-def _parameters(options: argparse.Namespace) -> dict[str, Any]:
+    output = options.output or path.with_name(f"{path.stem}.executed.ipynb")
     values = {} if options.parameters_file is None else _read(options.parameters_file)
     values.update({name: _value(text) for name, text in options.parameters})
     values.update(options.parameters_raw)
-    return values
+    return notebook.run_notebook(path, output, values)
 
 
 def _value(text: str) -> Any:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import secrets
 import sys
 import threading
 import time
@@ -10,12 +11,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
 from keras_dist import errors
-from keras_dist.monitor.job import Job
-from keras_dist.monitor.sockets import find_sockets, is_of_this_node, jobs_at, jobs_of, remove
+from keras_dist.monitor.report import Job, Row
+from keras_dist.monitor.server import Server
+from keras_dist.monitor.sockets import find_sockets, is_of_this_node, jobs_of
 
 NONE_FOUND = 1
 REDRAWS_PER_SECOND = 2
+SILENT_SECONDS = 5.0  # a rank with an older report does not answer
 PLAIN_WIDTH = 160  # characters, without a terminal
 
 DESCRIPTION = """Shows the jobs of this user whose rank 0 is on this node: ranks, step, loss,
@@ -23,9 +32,9 @@ samples per second, the fraction of time in which ranks wait for others, memory,
 wait for the rank that waits least."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, name: str) -> None:
     """Adds the command to the subparsers."""
-    parser = commands.add_parser("top", description=DESCRIPTION, allow_abbrev=False)
+    parser = commands.add_parser(name, description=DESCRIPTION, allow_abbrev=False)
     parser.set_defaults(act=_top)
     parser.add_argument(
         "pid", nargs="?", type=int, help="process id of rank 0 of a job. Defaults to all jobs"
@@ -81,20 +90,27 @@ def _top(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return NONE_FOUND
-    if options.web:
-        return _serve(_Watched(found), options.port)
-    if options.json:
-        return _print_json(found, options.once)
-    if options.once or not sys.stdout.isatty():
-        return _draw_once([job for job, _ in found])
-    return _draw_continuously(_Watched(found))
+    jobs = [job for job, _ in found]
+    if options.once or not (options.web or options.json or sys.stdout.isatty()):
+        _show(jobs, options.json)
+        return 0
+    watched = _Watched(found)
+    while options.json and watched.live():
+        _show(watched.jobs(), as_json=True)
+        time.sleep(1)
+    with contextlib.suppress(KeyboardInterrupt):
+        if options.web:
+            _serve(watched, options.port)
+        elif not options.json:
+            _draw_continuously(watched)
+    return 0
 
 
 def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
     """Yields the selected jobs, each with the stream of its states."""
     if options.address is not None:
         host, port = options.address
-        stream = jobs_at(host, port, _token(options.token_file))
+        stream = jobs_of((host, port), _token(options.token_file))
         try:
             yield next(stream), stream
         except (OSError, StopIteration) as error:
@@ -111,10 +127,10 @@ def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
             job = next(stream)
         except ConnectionRefusedError:  # the root was killed, or the node is down
             if is_of_this_node(path):
-                remove(path)
+                path.unlink(missing_ok=True)
             continue
         except (OSError, StopIteration, errors.ArgumentError) as error:
-            _print(f"{path.name}: {error or 'ended'}")
+            print(f"keras-dist top: {path.name}: {error or 'ended'}", file=sys.stderr, flush=True)
             continue
         if options.pid in (None, job.pid):
             yield job, stream
@@ -132,54 +148,43 @@ def _token(path: Path | None) -> str:
         ) from None
 
 
-def _print_json(found: Sequence[tuple[Job, Iterator[Job]]], once: bool) -> int:
-    if once:
-        for job, _ in found:
-            print(job.to_json())
-        return 0
-    watched = _Watched(found)
-    while watched.live():
-        for job in watched.jobs():
+def _show(jobs: Sequence[Job], as_json: bool) -> None:
+    if as_json:
+        for job in jobs:
             print(job.to_json(), flush=True)
-        time.sleep(1)
-    return 0
-
-
-def _serve(watched: _Watched, port: int) -> int:
-    from keras_dist.monitor.web import Page  # imported only where it is needed
-
-    with Page(watched.jobs, port) as page:
-        print(f"Watch at {page.url} (Ctrl-C ends this, not the job)", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            while watched.live():
-                time.sleep(1)
-            print("The job has ended.")
-    return 0
-
-
-def _draw_once(jobs: Sequence[Job]) -> int:
-    from keras_dist.launch.cli import (
-        drawing,  # rich takes time to import
-    )
-
-    console = drawing.console(None if sys.stdout.isatty() else PLAIN_WIDTH)
+        return
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for job in jobs:
-        console.print(drawing.table(job))
-    return 0
+        console.print(_table(job))
 
 
-def _draw_continuously(watched: _Watched) -> int:
-    from keras_dist.launch.cli import (
-        drawing,  # rich takes time to import
-    )
+def _serve(watched: _Watched, port: int) -> None:
+    """Serves the page on the loopback interface; its URL holds a token, for this user only."""
+    token = secrets.token_urlsafe(32)
+    try:
+        server = Server(watched.jobs, ("127.0.0.1", port), token)
+    except (OSError, OverflowError) as error:
+        raise errors.LaunchError(
+            "[keras-dist top]",
+            "a free port for the page",
+            f"{port}: {error}",
+            "Choose another port, or omit --port for any free one.",
+        ) from None
+    url = f"http://127.0.0.1:{server.server_address[1]}/?token={token}"
+    print(f"Watch at {url} (Ctrl-C ends this, not the job)", flush=True)
+    with contextlib.closing(server):
+        while watched.live():
+            time.sleep(1)
+    print("The job has ended.")
 
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        drawing.live(lambda: map(drawing.table, watched.jobs()), REDRAWS_PER_SECOND),
-    ):
+
+def _draw_continuously(watched: _Watched) -> None:
+    def tables() -> Group:
+        return Group(*map(_table, watched.jobs()))
+
+    with Live(get_renderable=tables, refresh_per_second=REDRAWS_PER_SECOND):
         while watched.live():
             time.sleep(1 / REDRAWS_PER_SECOND)
-    return 0
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -189,5 +194,89 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def _print(text: str) -> None:
-    print(f"keras-dist top: {text}", file=sys.stderr, flush=True)
+def _table(job: Job) -> Table:
+    """Returns the table of a job, with a row for each rank."""
+    has_gpu = any(row.report.gpu for row in job.rows)
+    drawn = Table(
+        title=Text(_title(job)),
+        caption=Text(_summary(job)),
+        title_justify="left",
+        caption_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+    )
+    heads = ["rank", "host", "state", "epoch", "step", "steps/s", "samples/s", "waiting", "memory"]
+    for head in heads + ["GPU", "GPU memory"] * has_gpu:
+        drawn.add_column(head, justify="left" if head in ("host", "state") else "right")
+    for row in job.rows:
+        cells = _cells(row, has_gpu)
+        silent = row.age is None or row.age > SILENT_SECONDS
+        style = "red" if silent else "yellow" if row.report.rank == job.slowest else None
+        drawn.add_row(*map(Text, cells), style=style)
+    return drawn
+
+
+def _title(job: Job) -> str:
+    ranks, nodes = len(job.rows), job.nodes
+    return (
+        f"{job.name}: {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, "
+        f"process {job.pid} on {job.host}, for {_duration(job.time - job.started)}"
+    )
+
+
+def _summary(job: Job) -> str:
+    parts = [f"{name} {value:.4g}" for name, value in job.rows[0].report.logs.items()]
+    if job.samples_per_second is not None:
+        parts.append(f"{job.samples_per_second:,.0f} samples/s in total")
+    if job.waiting is not None:
+        parts.append(f"waiting {job.waiting:.0%}")
+    if job.slowest is not None:
+        parts.append(f"slowest: rank {job.slowest}")
+    if job.note:
+        parts.append(job.note)
+    return ", ".join(parts)
+
+
+def _cells(row: Row, has_gpu: bool) -> list[str]:
+    report = row.report
+    state = (report.waits_in and f"waits in {report.waits_in}") or report.state
+    if row.age is None:
+        state = "has not answered"
+    elif row.age > SILENT_SECONDS:
+        state = f"no answer for {row.age:.0f} s"
+    cells = [
+        str(report.rank),
+        report.host,
+        state,
+        _of(report.epoch, report.epochs),
+        _of(report.step, report.steps),
+        _number(report.steps_per_second),
+        _number(report.samples_per_second),
+        "" if report.waiting is None else f"{report.waiting:.0%}",
+        _bytes(report.memory_nbytes),
+    ]
+    if has_gpu:
+        gpu = report.gpu
+        use = "" if gpu is None or gpu.use is None else f" {gpu.use:.0%}"
+        cells += [f"{gpu.place}{use}", _bytes(gpu.memory_nbytes)] if gpu else ["", ""]
+    return cells
+
+
+def _of(number: int | None, total: int | None) -> str:
+    if number is None:
+        return ""
+    return str(number) if total is None else f"{number}/{total}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**30:.2f} GiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

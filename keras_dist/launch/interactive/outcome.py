@@ -1,41 +1,112 @@
-"""The outcome of a call on many ranks: the value of each rank, or one error."""
+"""What goes to the ranks of a call and comes back: functions as bytes, values, and exceptions."""
 
+import collections
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import pickle
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
 
 from keras_dist import errors
-from keras_dist.launch.interactive.exchange import Failure, JobFiles
 
-#: the place, in messages
-WHERE = "[keras_dist.run]"
-USAGE = 2  # exit code of keras-dist run without a job
 SHOWN_LINES = 20
 
 
-def values(exchange: JobFiles, np: int, code: int, printed_by_launcher: str) -> list[Any]:
-    """Returns the values of the ranks of a finished job, in the order of ranks."""
-    for rank, failure in exchange.failures(np).items():
-        raise _as_error(failure, rank, np, exchange)
-    outcomes = [exchange.outcome(rank) for rank in range(np)]
-    started = any(exchange.log(rank).exists() for rank in range(np))
-    missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
-    if not missing and code == 0:
-        return [_loaded(outcome, rank, np) for rank, outcome in enumerate(outcomes)]
-    if code == USAGE and not started:
-        raise errors.LaunchError(printed_by_launcher.strip().removeprefix("keras-dist: "))
-    logs = [f"rank {rank}:\n{_tail(exchange, rank)}" for rank in missing if _tail(exchange, rank)]
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """The return value of a rank."""
+
+    kind: str
+    pickled: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The exception that ended a rank; of several, the first one that is no consequence counts."""
+
+    text: str
+    traceback: str
+    pickled: bytes
+    is_consequence: bool
+    moment: float = dataclasses.field(default_factory=time.time)
+
+
+def as_value(value: Any, rank: int) -> Value:
+    """Returns a value as the outcome of a rank. Raises `ArgumentTypeError` if it has no pickle."""
+    kind = type(value).__qualname__
+    try:
+        return Value(kind, cloudpickle.dumps(value))
+    except Exception as error:  # pickling may raise anything
+        raise errors.ArgumentTypeError(
+            f"[rank {rank}]",
+            "a return value that can be pickled",
+            f"an object of type {kind} ({type(error).__name__}: {error})",
+            "Return numbers or arrays, for example, and keep the object within the function.",
+        ) from None
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Returns whether an exception follows from the end of another rank."""
+    kind = errors.RankLostError
+    seen: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in seen:
+        text = "".join(traceback.format_exception_only(following))
+        if f"{kind.__module__}.{kind.__name__}" in text:
+            return True
+        seen.append(following)
+        following = following.__cause__ or following.__context__
+    return False
+
+
+def as_failure(error: BaseException) -> Failure:
+    """Returns an exception as the outcome of a rank."""
+    # The first frame belongs to this file.
+    frames = error.__traceback__ and error.__traceback__.tb_next
+    lines = traceback.format_exception(type(error), error, frames)
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:  # arguments of exceptions may be anything
+        pickled = b""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return Failure(text, "".join(lines), pickled, is_consequence(error))
+
+
+def raise_failure(
+    outcomes: Sequence[Value | Failure | None], output_of: Callable[[int], str] = lambda rank: ""
+) -> None:
+    """Raises the original failure, if a rank has failed."""
+    failed = [(rank, each) for rank, each in enumerate(outcomes) if isinstance(each, Failure)]
+    if not failed:
+        return
+    rank, failure = min(failed, key=lambda pair: (pair[1].is_consequence, pair[1].moment))
+    printed = output_of(rank) if rank else ""  # the output of the root was shown
     text = errors.explain(
-        WHERE,
-        f"{np} ranks to run the function and to return",
-        f"exit code {code}, and no value of {len(missing)} of them",
-        "Last output:" if started else "Run keras-dist doctor, or start fewer ranks.",
+        f"[rank {rank} of {len(outcomes)}]",
+        "the function to return",
+        failure.text,
+        f"Traceback:\n{failure.traceback}" + (f"Output:\n{printed}" if printed else ""),
     )
-    kind = errors.RankError if started else errors.LaunchError
-    raise kind("\n".join([text, *logs, "\n".join(printed_by_launcher.splitlines()[-SHOWN_LINES:])]))
+    error = errors.RankError(text, rank, failure.traceback)
+    try:
+        error.__cause__ = cloudpickle.loads(failure.pickled) if failure.pickled else None
+    except Exception:  # some exceptions cannot be rebuilt from their arguments
+        error.__cause__ = None
+    raise error
 
 
-def _loaded(outcome: Any, rank: int, np: int) -> Any:
+def value_of(outcome: Any, rank: int, np: int) -> Any:
+    """Returns the value of a rank that has returned."""
     try:
         return cloudpickle.loads(outcome.pickled)
     except Exception as error:  # unpickling may raise anything
@@ -50,23 +121,103 @@ def _loaded(outcome: Any, rank: int, np: int) -> Any:
         ) from error
 
 
-def _as_error(failure: Failure, rank: int, np: int, exchange: JobFiles) -> errors.RankError:
-    printed = _tail(exchange, rank) if rank else ""  # the output of the root was shown
-    text = errors.explain(
-        f"[rank {rank} of {np}]",
-        "the function to return",
-        failure.text,
-        f"Traceback:\n{failure.traceback}" + (f"Output:\n{printed}" if printed else ""),
-    )
-    error = errors.RankError(text, rank, failure.traceback)
-    try:
-        error.__cause__ = cloudpickle.loads(failure.pickled) if failure.pickled else None
-    except Exception:  # some exceptions cannot be rebuilt from their arguments
-        error.__cause__ = None
-    return error
+def pickled(value: Any) -> bytes:
+    """Returns `cloudpickle.dumps(value)`, from which code is loaded with its file name.
+
+    cloudpickle 3.1.3 and later replace it by `"<dynamic-code>"`: a traceback of another process
+    would show no line of a cell or of a script.
+    """
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
-def _tail(exchange: JobFiles, rank: int) -> str:
-    path = exchange.log(rank)
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    return "\n".join(lines[-SHOWN_LINES:])
+def with_file(name: str, make: Any, arguments: tuple[Any, ...]) -> types.CodeType:
+    """Returns code with a file name, from what cloudpickle reduces it to."""
+    code: types.CodeType = make(*arguments)
+    return code.replace(co_filename=name)
+
+
+def _reduced(code: types.CodeType) -> tuple[Any, ...]:
+    make, arguments = _of_cloudpickle[types.CodeType](code)
+    return with_file, (code.co_filename, make, arguments)
+
+
+_of_cloudpickle: Any = cloudpickle.Pickler.dispatch_table
+_with_files = collections.ChainMap({types.CodeType: _reduced}, _of_cloudpickle)
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table = _with_files
+
+
+class JobFiles:
+    """The files through which a caller and its ranks communicate, in a private directory.
+
+    ```
+    call         caller    function and arguments; variables, import path, sources of cells
+    log-1        rank 1    output
+    report-1     rank 1    progress as JSON, rewritten repeatedly
+    value-1      rank 1    return value of the function
+    failure-1    rank 1    exception that ended the rank
+    ```
+
+    Only the caller and its own ranks write what is unpickled; there is no port.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self.folder = folder
+
+    def log(self, rank: int) -> pathlib.Path:
+        """Returns the output file of a rank."""
+        return self.folder / f"log-{rank}"
+
+    def put_call(self, call: Any) -> None:
+        """Writes the call. Raises whatever cloudpickle raises."""
+        self._put("call", cloudpickle.dumps(call))
+
+    def call(self) -> Any:
+        """Reads the call."""
+        return pickle.loads((self.folder / "call").read_bytes())
+
+    def put_outcome(self, rank: int, outcome: Value | Failure) -> None:
+        """Writes the outcome of a rank."""
+        name = "value" if isinstance(outcome, Value) else "failure"
+        self._put(f"{name}-{rank}", pickle.dumps(outcome))
+
+    def outcome(self, rank: int) -> Value | Failure | None:
+        """Returns the failure or the value of a rank; `None` while it has none."""
+        for name in ("failure", "value"):
+            with contextlib.suppress(FileNotFoundError):
+                return pickle.loads((self.folder / f"{name}-{rank}").read_bytes())
+        return None
+
+    def tail(self, rank: int) -> str:
+        """Returns the last lines of the output of a rank."""
+        path = self.log(rank)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join(lines[-SHOWN_LINES:])
+
+    def put_report(self, rank: int, report: dict[str, Any]) -> None:
+        """Writes the progress of a rank as JSON."""
+        self._put(f"report-{rank}", json.dumps(report).encode())
+
+    def report(self, rank: int) -> dict[str, Any]:
+        """Returns the latest progress of a rank."""
+        try:
+            report = json.loads((self.folder / f"report-{rank}").read_bytes())
+        except FileNotFoundError:
+            report = {"state": "starting"}
+        if (self.folder / f"failure-{rank}").exists():
+            report["state"] = "failed"
+        elif (self.folder / f"value-{rank}").exists():
+            report["state"] = "returned"
+        return report
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Writes a file atomically, without waiting for the disk."""
+        path = self.folder / f".{name}-{threading.get_native_id()}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(path, self.folder / name)

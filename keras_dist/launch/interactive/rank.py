@@ -3,20 +3,18 @@
 mpiexec starts it as `python -m keras_dist.launch.interactive.rank FOLDER`.
 """
 
+import contextlib
 import linecache
 import os
 import pathlib
 import sys
 import threading
 import time
-import traceback
-from typing import Any
+from collections.abc import Iterator
 
 import cloudpickle
 
-from keras_dist import errors
-from keras_dist.launch.interactive.exchange import Failure, JobFiles, Value
-from keras_dist.launch.rank_log import printing_to
+from keras_dist.launch.interactive.outcome import JobFiles, as_failure, as_value
 from keras_dist.runtime import launch_environment
 
 REPORT_SECONDS = 0.5
@@ -62,48 +60,30 @@ def _report(exchange: JobFiles, rank: int) -> None:
     from keras_dist.monitor.report import of_this_process, of_this_rank
 
     report = of_this_rank() if runtime.is_initialized() else of_this_process(rank)
-    exchange.put_report(rank, report.to_json())
+    exchange.put_report(rank, report.to_fields())
 
 
-def as_value(value: Any, rank: int) -> Value:
-    """Returns a value as the outcome of a rank. Raises `ArgumentTypeError` if it has no pickle."""
-    kind = type(value).__qualname__
+@contextlib.contextmanager
+def printing_to(path: pathlib.Path) -> Iterator[None]:
+    """Redirects the output of this process to a file, from C code and child processes as well."""
+    path.unlink(missing_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    _redirect(log, log)
+    os.close(log)
     try:
-        return Value(kind, cloudpickle.dumps(value))
-    except Exception as error:  # pickling may raise anything
-        raise errors.ArgumentTypeError(
-            f"[rank {rank}]",
-            "a return value that can be pickled",
-            f"an object of type {kind} ({type(error).__name__}: {error})",
-            "Return numbers or arrays, for example, and keep the object within the function.",
-        ) from None
+        yield
+    finally:
+        _redirect(*kept)
+        for descriptor in kept:
+            os.close(descriptor)
 
 
-def is_consequence(error: BaseException) -> bool:
-    """Returns whether an exception follows from the end of another rank."""
-    kind = errors.RankLostError
-    seen: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in seen:
-        text = "".join(traceback.format_exception_only(following))
-        if f"{kind.__module__}.{kind.__name__}" in text:
-            return True
-        seen.append(following)
-        following = following.__cause__ or following.__context__
-    return False
-
-
-def as_failure(error: BaseException) -> Failure:
-    """Returns an exception as the outcome of a rank."""
-    # The first frame belongs to this file.
-    frames = error.__traceback__ and error.__traceback__.tb_next
-    lines = traceback.format_exception(type(error), error, frames)
-    try:
-        pickled = cloudpickle.dumps(error)
-    except Exception:  # arguments of exceptions may be anything
-        pickled = b""
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(text, "".join(lines), pickled, is_consequence(error))
+def _redirect(out: int, error: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(out, 1)
+    os.dup2(error, 2)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,18 @@ from typing import Any
 from keras_dist import errors
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.job import end_with_parent
-from keras_dist.launch.interactive.exchange import JobFiles
-from keras_dist.launch.interactive.outcome import WHERE, values
+from keras_dist.launch.interactive.outcome import (
+    SHOWN_LINES,
+    JobFiles,
+    pickled,
+    raise_failure,
+    value_of,
+)
 from keras_dist.launch.interactive.view import View, open_view
-from keras_dist.launch.pickled import pickled
 from keras_dist.runtime import launch_environment
 
+WHERE = "[keras_dist.run]"
+USAGE = 2  # exit code of keras-dist run without a job
 TURN_SECONDS = 0.1
 END_SECONDS = 6.0  # the launcher kills processes after 5
 
@@ -95,11 +101,14 @@ def run(
         exchange = JobFiles(pathlib.Path(name).absolute())
         work = _pickled((fn, tuple(args), dict(kwargs or {})))
         path = [os.path.abspath(entry) for entry in sys.path]
-        exchange.put_call((dict(env or {}), path, _cells(), work))
+        # Sources without a file, such as cells, for tracebacks of the ranks.
+        sources = linecache.cache.items()
+        cells = {file: entry for file, entry in sources if len(entry) == 4 and entry[1] is None}
+        exchange.put_call((dict(env or {}), path, cells, work))
         log = exchange.folder / "launcher"
         with open_view(exchange, np, verbose) as view, log.open("xb") as output:
             code = _wait(lambda: _start(exchange, np, hosts, env or {}, output), view, timeout)
-        return values(exchange, np, code, log.read_text(errors="replace"))
+        return _values(exchange, np, code, log.read_text(errors="replace"))
 
 
 def _start(
@@ -167,6 +176,27 @@ def _interrupt_afterwards() -> Iterator[None]:
         handler(*told)
 
 
+def _values(exchange: JobFiles, np: int, code: int, printed_by_launcher: str) -> list[Any]:
+    """Returns the values of the ranks of a finished job, in the order of ranks."""
+    outcomes = [exchange.outcome(rank) for rank in range(np)]
+    raise_failure(outcomes, exchange.tail)
+    missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+    if not missing and code == 0:
+        return [value_of(outcome, rank, np) for rank, outcome in enumerate(outcomes)]
+    started = any(exchange.log(rank).exists() for rank in range(np))
+    if code == USAGE and not started:
+        raise errors.LaunchError(printed_by_launcher.strip().removeprefix("keras-dist: "))
+    logs = [f"rank {rank}:\n{tail}" for rank in missing if (tail := exchange.tail(rank))]
+    text = errors.explain(
+        WHERE,
+        f"{np} ranks to run the function and to return",
+        f"exit code {code}, and no value of {len(missing)} of them",
+        "Last output:" if started else "Run keras-dist doctor, or start fewer ranks.",
+    )
+    kind = errors.RankError if started else errors.LaunchError
+    raise kind("\n".join([text, *logs, "\n".join(printed_by_launcher.splitlines()[-SHOWN_LINES:])]))
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ends a running job: by SIGINT, after a while by a second one, then by SIGKILL."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
@@ -175,12 +205,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 process.wait(END_SECONDS)
     process.wait()
-
-
-def _cells() -> dict[str, Any]:
-    """Returns sources without a file, such as cells, for tracebacks of the ranks."""
-    entries = linecache.cache.items()
-    return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
 
 
 def _pickled(work: Any) -> bytes:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_dist.launch.interactive.exchange import JobFiles
+from keras_dist.launch.interactive.outcome import JobFiles
 
 TABLE_SECONDS = 0.5
 
@@ -34,16 +34,18 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 class View:
-    """Shows the output of the root."""
+    """Shows the output of the root; nothing if it is not verbose."""
 
-    def __init__(self, exchange: JobFiles, np: int):
-        self._exchange, self._np = exchange, np
+    def __init__(self, exchange: JobFiles, np: int, verbose: bool = True):
+        self._exchange, self._np, self._verbose = exchange, np, verbose
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._read = 0
         self._next_table = 0.0
 
     def show(self, last: bool = False) -> None:
         """Shows new output."""
+        if not self._verbose:
+            return
         with contextlib.suppress(FileNotFoundError), self._exchange.log(0).open("rb") as log:
             log.seek(self._read)
             new = log.read()
@@ -68,7 +70,8 @@ class View:
 
         reports = [self._exchange.report(rank) for rank in range(self._np)]
         shown = {
-            name: [_cell(show, report, key) for report in reports] for name, key, show in COLUMNS
+            name: ["" if report.get(key) is None else show(report[key]) for report in reports]
+            for name, key, show in COLUMNS
         }
         table = Table(box=None, header_style="dim", pad_edge=False)
         table.add_column("rank", justify="right")
@@ -124,7 +127,7 @@ class _InTerminal(View):
 def open_view(exchange: JobFiles, np: int, verbose: bool) -> Iterator[View]:
     """Opens the view that suits the output of this process."""
     if not verbose:
-        yield _NoView(exchange, np)
+        yield View(exchange, np, verbose=False)
         return
     from rich import get_console
     from rich.live import Live
@@ -137,16 +140,6 @@ def open_view(exchange: JobFiles, np: int, verbose: bool) -> Iterator[View]:
             yield _InTerminal(exchange, np, live)
     else:
         yield View(exchange, np)
-
-
-class _NoView(View):
-    def show(self, last: bool = False) -> None:
-        pass
-
-
-def _cell(show: Callable[[Any], str], report: dict[str, Any], key: str) -> str:
-    value = report.get(key)
-    return "" if value is None else show(value)
 
 
 def _as_shown(line: str) -> str:

@@ -12,10 +12,9 @@ import nbformat
 from nbformat.v4 import new_output
 
 from keras_dist import errors
-from keras_dist.launch.notebook import document, failure, parameters
-from keras_dist.launch.notebook.outputs import Outputs, Stream
-from keras_dist.launch.notebook.shell import Shell, start_shell
-from keras_dist.launch.rank_log import printing_to
+from keras_dist.launch.interactive.rank import printing_to
+from keras_dist.launch.notebook import document
+from keras_dist.launch.notebook.shell import Outputs, Shell, Stream, start_shell
 from keras_dist.runtime import launch_environment
 
 SKIPPED, MAY_FAIL = "skip-execution", "raises-exception"  # tags of nbclient
@@ -39,8 +38,14 @@ def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, 
     where = f"[rank {rank} of {ranks}]"
     path, output = path.absolute(), output.absolute()
     notebook = document.read(path, where)
-    parameters.inject(notebook, values, where)
-    _check_output_path(output, where)
+    document.inject_parameters(notebook, values, where)
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise errors.ArgumentError(
+            where,
+            "a directory to write the executed notebook to",
+            str(output.parent),
+            "Pass another path by --output.",
+        )
     log = output.with_suffix(f".rank{rank}.log")
     os.chdir(path.parent)
     sys.argv = [str(path)]
@@ -60,7 +65,7 @@ def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, 
         raise failed.error
     if rank:
         failed.output["traceback"].insert(0, where)
-        failure.send(output, rank, {"cell": failed.place, "output": failed.output})
+        document.send_failure(output, rank, {"cell": failed.place, "output": failed.output})
     return _end(failed, notebook, where, log if rank else output)
 
 
@@ -110,18 +115,8 @@ def _writer(
             save()
 
     save()
-    failure.listen(output, run, receive)
+    document.listen_for_failures(output, run, receive)
     return save
-
-
-def _check_output_path(output: pathlib.Path, where: str) -> None:
-    if not os.access(output.parent, os.W_OK | os.X_OK):
-        raise errors.ArgumentError(
-            where,
-            "a directory to write the executed notebook to",
-            str(output.parent),
-            "Pass another path by --output.",
-        )
 
 
 def _end(failed: _Failed, notebook: nbformat.NotebookNode, where: str, place: pathlib.Path) -> int:

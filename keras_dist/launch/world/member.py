@@ -12,8 +12,8 @@ from typing import Any
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._version import __version__
-from keras_dist.launch.channel import Channel
-from keras_dist.launch.interactive.rank import is_consequence
+from keras_dist.launch.channel import Channel, connected
+from keras_dist.launch.interactive.outcome import is_consequence
 from keras_dist.runtime import launch_environment
 
 CONNECT_SECONDS = 10.0
@@ -54,7 +54,11 @@ def join_world(address: str, rank: int, size: int, token: str, timeout: float = 
     ```
     """
     where = f"[rank {rank} of {size}]"
-    _check_address(address, where)
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise errors.ArgumentError(
+            where, "address as host:port", repr(address), "Pass server.address."
+        )
     _check_process(where)
     me = {
         "rank": rank,
@@ -149,19 +153,9 @@ def _check_process(where: str) -> None:
         )
 
 
-def _check_address(address: str, where: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise errors.ArgumentError(
-            where, "address as host:port", repr(address), "Pass server.address."
-        )
-
-
 def _connect(address: str, token: str, me: dict[str, Any], where: str) -> Channel:
-    host, _, port = address.rpartition(":")
     try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS)
-        channel = Channel(connection)
+        channel = Channel(connected(address, CONNECT_SECONDS))
         knows = channel.introduce(token, me)
     except OSError as error:
         raise errors.LaunchError(

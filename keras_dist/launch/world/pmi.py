@@ -30,18 +30,11 @@ class ProcessManager:
         self._arrived = 0
         self._barriers = 0
         self._closed = False
-        self._left = False
 
     def close(self) -> None:
-        """Ends the barriers that ranks wait in."""
+        """Ends the barriers that ranks wait in, because the world has ended or a rank has left."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
-
-    def leave(self) -> None:
-        """Ends the barriers of ranks, which wait for one that has left."""
-        with self._changed:
-            self._left = True
             self._changed.notify_all()
 
     def answer(self, command: dict[str, str]) -> str | None:
@@ -96,5 +89,5 @@ class ProcessManager:
                 self._arrived = 0
                 self._barriers += 1
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed or self._left or self._barriers > barrier)
+            self._changed.wait_for(lambda: self._closed or self._barriers > barrier)
             return self._barriers > barrier

@@ -16,6 +16,7 @@ from keras_dist.launch.channel import Channel
 from keras_dist.launch.world.ends import End, Ends
 from keras_dist.launch.world.pmi import ProcessManager, fields
 
+WHERE = "[keras_dist.WorldServer]"
 SPARE_CONNECTIONS = 16  # of strangers, beside two for each rank
 SHOWN_RANKS = 8
 RETRY_SECONDS = 0.1
@@ -54,6 +55,7 @@ class WorldServer:
         address: `host:port` for the workers.
         size: number of ranks.
         token: secret for the workers.
+        failure: why the world has failed; `None` while it has not.
         failed_rank: the rank whose failure has ended the others; `None` if none did.
 
     Raises:
@@ -94,7 +96,7 @@ class WorldServer:
         self._mpi: dict[int, Channel] = {}
         self._refusals: list[str] = []
         self._ends = Ends()
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._started = False
         self._closed = False
         self.failed_rank: int | None = None
@@ -111,11 +113,6 @@ class WorldServer:
         for target in (self._accept, lambda: self._expire(timeout)):
             threading.Thread(target=target, name="keras_dist world", daemon=True).start()
 
-    @property
-    def failure(self) -> str | None:
-        """Why the world has failed; `None` while it has not."""
-        return self._failure
-
     def wait(self, timeout: float | None = None) -> None:
         """Waits until all ranks have left.
 
@@ -126,9 +123,9 @@ class WorldServer:
             RankError: a rank died, failed or never came; or `timeout` has passed.
         """
         with self._changed:
-            ended = self._changed.wait_for(lambda: self._failure or self._all_left(), timeout)
-        if self._failure is not None:
-            raise errors.RankError(f"{WHERE} {self._failure}")
+            ended = self._changed.wait_for(lambda: self.failure or self._all_left(), timeout)
+        if self.failure is not None:
+            raise errors.RankError(f"{WHERE} {self.failure}")
         if not ended:
             expected = f"all {self.size} ranks to leave within {timeout} s"
             received = "ranks that still run"
@@ -141,7 +138,7 @@ class WorldServer:
             running = bool(self._members) and not self._all_left()
             self._closed = True
             if self._ends:
-                self._changed.wait_for(lambda: self._failure, 2 * SETTLE_SECONDS)
+                self._changed.wait_for(lambda: self.failure, 2 * SETTLE_SECONDS)
         if running:
             self._fail("The server of the world was closed while ranks were running.")
         with contextlib.suppress(OSError):
@@ -198,7 +195,7 @@ class WorldServer:
         known: dict[int, Any] = self._mpi if purpose == "mpi" else self._members
         with self._changed:
             closed = "The server of the world was closed." if self._closed else None
-            refusal = self._failure or closed or self._refusal(me, rank in known)
+            refusal = self.failure or closed or self._refusal(me, rank in known)
             if refusal is None:
                 known[rank] = (
                     channel if purpose == "mpi" else _Member(channel, me["host"], me["node"])
@@ -252,17 +249,13 @@ class WorldServer:
                 code = command.get("exitcode", "1")
                 self._hear(rank, End.ABORTED, f"has aborted the job, exit code {code}.")
                 continue  # the rank closes the connection
-            answer = self._manager.answer(command)
-            if answer is None:
-                self._fail_for_leaving()
-                return
-            channel.send_line(answer)
-
-    def _fail_for_leaving(self) -> None:
-        """Ends all ranks if one has left while MPI of another waits for it."""
-        left = [rank for rank, member in sorted(self._members.items()) if member.left]
-        if left and not self._all_left():
-            self._fail(f"{self._place(left[0])} has left while others wait for it.", left[0])
+            if (answer := self._manager.answer(command)) is not None:
+                channel.send_line(answer)
+                continue
+            left = [rank for rank, member in sorted(self._members.items()) if member.left]
+            if left and not self._all_left():  # MPI of this rank waits for one that has left
+                self._fail(f"{self._place(left[0])} has left while others wait for it.", left[0])
+            return
 
     def _follow(self, rank: int, channel: Channel) -> None:
         """Waits until a rank leaves, fails or is lost."""
@@ -271,7 +264,7 @@ class WorldServer:
             with self._changed:
                 self._members[rank].left = True
                 self._changed.notify_all()
-            self._manager.leave()
+            self._manager.close()
         elif message.get("event") == "failed":
             end = End.WAITED if message.get("is_consequence") else End.FAILED
             self._hear(rank, end, f"has failed: {message.get('reason')}")
@@ -282,7 +275,7 @@ class WorldServer:
         end = time.monotonic() + timeout
         with self._changed:
             joined = self._changed.wait_for(
-                lambda: self._closed or self._failure or len(self._missing()) == 0,
+                lambda: self._closed or self.failure or len(self._missing()) == 0,
                 max(0.0, end - time.monotonic()),
             )
             missing = self._missing()
@@ -314,7 +307,7 @@ class WorldServer:
             if not is_first:
                 return
             self._changed.wait_for(
-                lambda: self._failure or self._ends.cause()[1] is End.FAILED, SETTLE_SECONDS
+                lambda: self.failure or self._ends.cause()[1] is End.FAILED, SETTLE_SECONDS
             )
             cause, _, reason = self._ends.cause()
         self._fail(f"{self._place(cause)} {reason}", cause)
@@ -322,9 +315,9 @@ class WorldServer:
     def _fail(self, reason: str, rank: int | None = None) -> None:
         """Ends all ranks, with a reason that they print. The first reason counts."""
         with self._changed:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            self._failure, self.failed_rank = reason, rank
+            self.failure, self.failed_rank = reason, rank
             members = [member for member in self._members.values() if not member.left]
             self._changed.notify_all()
         _log.error("%s", reason)
@@ -347,6 +340,3 @@ class WorldServer:
         member = self._members.get(rank)
         host = "a host that it has not told" if member is None else member.host
         return f"[rank {rank} of {self.size}] This rank, on {host},"
-
-
-WHERE = "[keras_dist.WorldServer]"

@@ -1,23 +1,37 @@
-"""A rank as a child of a worker of another system.
+"""Ranks as children of workers of another system, and the driver that gathers their outcomes.
 
 MPI cannot be initialized twice in a process, and a rank may have to be ended at once. So a worker,
 which stays, runs each rank in a process of its own.
 """
 
+import contextlib
+import dataclasses
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from keras_dist import errors
 from keras_dist.launch.cli.job import end_with_parent
-from keras_dist.launch.interactive.exchange import Failure, JobFiles, Value
-from keras_dist.launch.interactive.rank import as_failure, run_call
+from keras_dist.launch.interactive.outcome import (
+    Failure,
+    JobFiles,
+    Value,
+    as_failure,
+    raise_failure,
+    value_of,
+)
+from keras_dist.launch.interactive.rank import run_call
 from keras_dist.launch.world.member import join_world
+from keras_dist.launch.world.server import SETTLE_SECONDS, WorldServer
 
+POLL_SECONDS = 0.5
+END_SECONDS = 10.0  # for the ranks of a failed job to end
 PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL")
 OF_SLURM = frozenset(
     f"SLURM_{name}"
@@ -26,6 +40,9 @@ OF_SLURM = frozenset(
         "TASKS_PER_NODE",
     )
 )
+
+#: what a rank has left; `None` while it runs
+Outcome = Value | Failure | None
 
 
 def run_rank(
@@ -71,6 +88,53 @@ def main(folder: str) -> None:
     except BaseException as error:
         member.fail_with(error)
         raise
+
+
+def gather(poll: Callable[[float], list[Outcome]], server: WorldServer) -> list[Any]:
+    """Returns the values of all ranks, when they have ended or a while after one has failed.
+
+    `poll` waits for some seconds, or until all ranks have ended, and returns the outcome of each.
+
+    Raises:
+        RankError: a rank failed, or left no value. It names the rank that failed first.
+    """
+    failed = None
+    while True:
+        outcomes = poll(POLL_SECONDS)
+        if all(outcomes):
+            break
+        if failed is None and (
+            server.failure is not None or any(isinstance(each, Failure) for each in outcomes)
+        ):
+            failed = time.monotonic()
+        if failed is not None and time.monotonic() > failed + END_SECONDS:
+            break
+    outcomes = [outcome or lost(None, server) for outcome in outcomes]
+    if any(isinstance(outcome, Failure) for outcome in outcomes):
+        wait_for_cause(server)
+        outcomes = [
+            dataclasses.replace(outcome, is_consequence=True)
+            if isinstance(outcome, Failure) and server.failed_rank not in (None, rank)
+            else outcome
+            for rank, outcome in enumerate(outcomes)
+        ]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        if all(failure.is_consequence for failure in failures):
+            raise errors.RankError(server.failure or failures[0].text)
+        raise_failure(outcomes)
+    return [value_of(outcome, rank, len(outcomes)) for rank, outcome in enumerate(outcomes)]
+
+
+def lost(error: BaseException | None, server: WorldServer) -> Failure:
+    """Returns the outcome of a rank whose worker has died, or has not answered."""
+    text = f"{error or server.failure or 'The worker of this rank has not answered.'}"
+    return Failure(text, text, b"", is_consequence=True)
+
+
+def wait_for_cause(server: WorldServer) -> None:
+    """Waits until the server knows why a rank has failed; outcomes may come before."""
+    with contextlib.suppress(errors.RankError):
+        server.wait(2 * SETTLE_SECONDS)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 import glob
 import itertools
 import logging
-import math
-import operator
 import os
 import platform
 import secrets
@@ -12,9 +10,8 @@ import sys
 import time
 from typing import Any
 
-from keras_dist import _engine, config, errors
-from keras_dist.monitor.timeline.rank_traces import head_of, part_path, parts_of, path_of_restart
-from keras_dist.monitor.timeline.trace import begin_trace, complete
+from keras_dist import _engine, config, errors, runtime
+from keras_dist.monitor.timeline.trace import begin_trace, complete, head_of, part_path, parts_of
 
 CHUNK_NBYTES = 2**20
 MEGABYTE = 10**6
@@ -37,7 +34,8 @@ def begin_recording(
     settings = config.settings()
     first, end = steps or settings.timeline_steps
     share = int((mbytes or settings.timeline_mbytes) * MEGABYTE / comm.size)
-    path = path_of_restart(os.path.abspath(path), settings.restart)
+    stem, suffix = os.path.splitext(os.path.abspath(path))
+    path = f"{stem}.restart{settings.restart}{suffix}" if settings.restart else stem + suffix
     job = _engine.collectives.broadcast_object(comm, secrets.token_hex(8), 0)
     offset, error = _engine.clock_offset(comm)
     head = {
@@ -105,16 +103,20 @@ def end_recording(comm: _engine.Communicator) -> None:
 def _merge(comm: _engine.Communicator, part: _engine.tracing.TraceWriter) -> bool:
     """Sends the root the recordings that it cannot read, in chunks. Collective."""
     path, job, me = part.head["path"], part.head["job"], part.head["rank"]
-    every = _engine.collectives.allgather_object(comm, (me, _size_of(part.path)))
-    seen = [head_of(part_path(path, owner)).get("job") == job for owner, _ in every]
+    owners = _engine.collectives.allgather_object(comm, me)  # numbers of before a loss of ranks
+    seen = [head_of(part_path(path, owner)).get("job") == job for owner in owners]
     seen = _engine.collectives.broadcast_object(comm, seen, 0)
     trouble = None
-    for owner, size in itertools.compress(every, map(operator.not_, seen)):
-        for number in range(math.ceil(size / CHUNK_NBYTES)):
+    for place, owner in enumerate(owners):
+        for number in itertools.count():
+            if seen[place]:
+                break
             chunk = _read(part.path, number) if owner == me else b""
-            received = b"".join(_engine.collectives.allgather_object(comm, chunk))
+            chunk = _engine.collectives.broadcast_object(comm, chunk, place)
+            if not chunk:
+                break
             if comm.rank == 0 and trouble is None:
-                trouble = _append(part_path(path, owner), received, anew=number == 0)
+                trouble = _append(part_path(path, owner), chunk, anew=number == 0)
     if trouble is not None:
         raise trouble
     return seen[comm.rank]
@@ -140,13 +142,6 @@ def _report_size(path: str, ranks: list[dict[str, Any]]) -> None:
         _log.warning("keras_dist: the timeline %s reached its size and ends: %s.", path, text)
 
 
-def _size_of(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0
-
-
 def _read(path: str, number: int) -> bytes:
     try:
         with open(path, "rb") as file:
@@ -165,3 +160,61 @@ def _append(path: str, data: bytes, anew: bool) -> OSError | None:
     except OSError as failure:
         return failure
     return None
+
+
+def start_timeline(
+    file_path: str | os.PathLike[str],
+    mark_cycles: bool = False,
+    steps: tuple[int, int | None] | None = None,
+    mbytes: float | None = None,
+) -> None:
+    """Starts recording a timeline of every rank, in the trace format of Chrome and Perfetto.
+
+    A timeline that is already recorded is ended and written first. The timeline ends at
+    `stop_timeline`, `shutdown` or the end of the script. Unlike in Horovod, no environment variable
+    is required.
+
+    Collective: every rank of the job, with the same arguments; blocks.
+
+    Args:
+        file_path: path of the trace, which the root writes. Each rank records to a file in the
+            same directory, which is removed at the end.
+        mark_cycles: accepted for compatibility with Horovod; keras_dist has no cycles. Defaults
+            to `False`.
+        steps: first recorded step, counted from 0 at this call, and the step before which
+            recording ends, or `None`. Defaults to `KERAS_DIST_TIMELINE_STEPS`: all steps.
+        mbytes: approximate size of the trace in MB at which recording ends, divided among the
+            ranks. Defaults to `KERAS_DIST_TIMELINE_MBYTES`: 100.
+
+    Raises:
+        ArgumentError: a rank cannot write there, which is raised on every rank; or `steps` or
+            `mbytes` are invalid.
+
+    Example:
+    ```python
+    keras_dist.start_timeline("timeline.json", steps=(100, 200))
+    model.fit(dataset, epochs=2)
+    keras_dist.stop_timeline()
+    ```
+    """
+    comm = runtime.communicator()
+    first, end = steps or (0, None)
+    if first < 0 or (end is not None and end <= first):
+        received, expected = f"steps={steps!r}", "steps to be (first, end) with 0 <= first < end"
+    elif mbytes is not None and mbytes <= 0:
+        received, expected = f"mbytes={mbytes!r}", "a size of the timeline over 0 MB"
+    else:
+        begin_recording(comm, os.fspath(file_path), steps, mbytes)
+        return
+    remedy = "Leave it out to record all."
+    raise errors.ArgumentError(runtime.where(), expected, received, remedy)
+
+
+def stop_timeline() -> None:
+    """Ends the timeline and writes the trace; does nothing if no timeline is recorded.
+
+    The root merges the recordings of all ranks; ranks of other nodes send theirs to the root.
+
+    Collective: every rank of the job; blocks.
+    """
+    end_recording(runtime.communicator())

@@ -5,19 +5,22 @@ import collections
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from keras_dist import errors
-from keras_dist.monitor.timeline.rank_events import (
+from keras_dist.monitor.timeline.trace import (
     BEHIND,
     COMMUNICATION,
     COMPUTE,
     EPOCH,
+    KEY,
     PENDING,
     WAIT,
+    complete,
+    damaged,
+    parts_of,
 )
-from keras_dist.monitor.timeline.rank_traces import damaged, parts_of
-from keras_dist.monitor.timeline.trace import KEY, complete
 
 THE_END = "the end of the script"  # waiting at the end has no cost
 KINDS = ("compute", "wait", "transfer", "queued", "other")
@@ -68,17 +71,13 @@ class Operation:
 
 @dataclasses.dataclass
 class Summary:
-    """The summary of a trace.
-
-    Args:
-        waited_for: total seconds that other ranks waited for a rank, by rank.
-    """
+    """The summary of a trace."""
 
     ranks: dict[int, Shares]
     epochs: list[tuple[int, Shares]]
     operations: list[Operation]
     last: dict[int, int]
-    waited_for: dict[int, float]
+    waited_for: dict[int, float]  # seconds that other ranks waited for a rank, in total
     about: list[dict[str, Any]]
 
     @property
@@ -87,14 +86,14 @@ class Summary:
         return max(self.waited_for, key=self.waited_for.__getitem__, default=None)
 
 
-def load_trace(path: str) -> dict[str, Any]:
+def _load(path: str) -> dict[str, Any]:
     """Reads a trace; for a killed job, merges the recordings of the ranks first."""
     try:
-        trace = _read(path)
+        trace: dict[str, Any] = json.loads(Path(path).read_text())
         metadata = trace["otherData"][KEY]
         if not metadata["complete"] and parts_of(path, metadata["job"]):
             complete(path, metadata["job"], by_reader=True)
-            trace = _read(path)
+            trace = json.loads(Path(path).read_text())
         if "ranks" not in trace["otherData"][KEY]:
             raise damaged(path, "a job that did not end, without the recordings of its ranks")
     except errors.DataError:
@@ -106,14 +105,9 @@ def load_trace(path: str) -> dict[str, Any]:
     return trace
 
 
-def _read(path: str) -> dict[str, Any]:
-    with open(path) as file:
-        return json.load(file)
-
-
 def summarise(path: str) -> Summary:
-    """Reads a trace, see `load_trace`, and summarizes it."""
-    trace = load_trace(path)
+    """Reads a trace, of a killed job as well, and summarizes it."""
+    trace = _load(path)
     try:
         return _summarise(trace)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

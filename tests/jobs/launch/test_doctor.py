@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keras_dist.launch.cli import bench, findings, main
-from keras_dist.launch.cli import network as cli_network
+from keras_dist.launch.cli import bench, doctor, main
 from keras_dist.launch.cli.mpiexec import load_library
 
 pytestmark = pytest.mark.short
@@ -70,7 +69,7 @@ def found_by_a_job(**facts):
         "gpus": {"ranks": ["", ""], "path": ""},
         **dict.fromkeys(("several_threads", "from_other_threads", "shares_memory"), True),
     }
-    return {one.what: one for one in findings.of_a_job({**usual, **facts}, 1.0)}
+    return {one.what: one for one in doctor.of_a_job({**usual, **facts}, 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -105,20 +104,20 @@ def test_doctor_advises_shared_memory_only_where_a_host_has_several_ranks():
 
 def test_doctor_shows_which_rank_has_which_gpu():
     gpus = {"ranks": ["0000:0a:00.0 of n1", "0000:0b:00.0 of n1"], "path": "by NCCL: 2 ranks"}
-    found = findings._gpu_path(gpus)
+    found = doctor._gpu_path(gpus)
     ranks = "rank 0 has 0000:0a:00.0 of n1, rank 1 has 0000:0b:00.0 of n1"
     assert found.text == f"{ranks}; arrays travel by NCCL: 2 ranks"
 
 
 def test_doctor_names_the_version_of_nccl(monkeypatch):
-    assert findings._nccl().text == "cannot be used: there is neither NCCL nor RCCL"
+    assert doctor._nccl().text == "cannot be used: there is neither NCCL nor RCCL"
     nccl = types.SimpleNamespace(version=lambda: 22304, path="/lib/libnccl.so.2")
-    monkeypatch.setattr(findings._gpu, "load_nccl", lambda: nccl)
-    monkeypatch.setattr(findings, "_version", {("nvidia-nccl-cu13",): "2.23.4"}.get)
+    monkeypatch.setattr(doctor._gpu, "load_nccl", lambda: nccl)
+    monkeypatch.setattr(doctor, "_version", {("nvidia-nccl-cu13",): "2.23.4"}.get)
     text = "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu13 2.23.4"
-    assert findings._nccl() == findings.Finding("NCCL", text)
-    monkeypatch.setattr(findings, "_version", {("nvidia-nccl-cu12",): "2.27.3"}.get)
-    found = findings._nccl()
+    assert doctor._nccl() == doctor.Finding("NCCL", text)
+    monkeypatch.setattr(doctor, "_version", {("nvidia-nccl-cu12",): "2.27.3"}.get)
+    found = doctor._nccl()
     assert found.text == "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu12 2.27.3"
     assert "LD_LIBRARY_PATH" in found.remedy
 
@@ -126,16 +125,16 @@ def test_doctor_names_the_version_of_nccl(monkeypatch):
 @pytest.fixture
 def network(monkeypatch, tmp_path):
     """The text and remedy for interfaces, given by name as their state and speed."""
-    for name in cli_network.SELECTIONS:
+    for name in doctor.SELECTIONS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cli_network, "INTERFACES", tmp_path)
+    monkeypatch.setattr(doctor, "INTERFACES", tmp_path)
 
     def told(**states):
         for name, (state, speed) in states.items():
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "operstate").write_text(state)
             (tmp_path / name / "speed").write_text(speed)
-        (one,) = [each for each in findings.of_the_launcher() if each.what == "Network"]
+        (one,) = [each for each in doctor.of_the_launcher() if each.what == "Network"]
         return one.text, one.remedy
 
     return told

@@ -19,7 +19,7 @@ from start_jobs import is_alive, pids
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.launch.interactive.exchange import Failure, JobFiles
+from keras_dist.launch.interactive.outcome import Failure, JobFiles
 from keras_dist.launch.interactive.view import View
 from keras_dist.monitor.gpu import Gpu
 from keras_dist.monitor.report import Report
@@ -253,7 +253,7 @@ def test_the_table_shows_what_is_known_of_each_rank(tmp_path):
     speed = {"state": "fit", "steps": 64, "samples_per_second": 1234.5}
     device = Gpu("H200", 0.5, 3 * 2**30, 100)
     first = Report(0, "h1", 7, 0.0, memory_nbytes=2**30, step=3, gpu=device, **speed)
-    exchange.put_report(0, first.to_json())
+    exchange.put_report(0, first.to_fields())
     exchange.put_outcome(1, Failure("ValueError", "", b"", False))
     console = Console(file=io.StringIO(), width=120)
     console.print(View(exchange, 3).table())

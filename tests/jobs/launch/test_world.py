@@ -14,7 +14,7 @@ from start_jobs import BARE, launcher, lean
 
 from keras_dist import __version__, errors
 from keras_dist.launch.channel import Channel
-from keras_dist.launch.interactive.rank import is_consequence
+from keras_dist.launch.interactive.outcome import is_consequence
 from keras_dist.launch.world import WorldServer, join_world
 from keras_dist.launch.world import server as server_module
 from keras_dist.launch.world.ends import End, Ends

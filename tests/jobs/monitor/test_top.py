@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from start_jobs import BARE, SCRIPTS, launcher, lean, script
 
-from keras_dist.monitor.job import Job
+from keras_dist.monitor.report import Job
 
 CHROMIUM = shutil.which("chromium")
 COMMAND = (
@@ -160,12 +160,12 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     # The files are private to the user.
     directory = runtime_directory / "keras_dist"
     modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
-    assert modes == {".socket": 0o600, ".token": 0o600, "": 0o600}
+    assert modes == {".socket": 0o600, "": 0o600}
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
     # Only by the port and with its token; the second job has no port.
     address = ("--address", f"127.0.0.1:{port}", "--token-file")
-    (token,) = directory.glob("*.token")
+    token = directory / "prometheus-token"
     assert set(seen(*address, str(token))) == {root}
     wrong = folder / "wrong"
     wrong.write_text("x" * 43)
@@ -177,7 +177,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     assert said.count("Training continues.") == 2
 
     # Prometheus, with a fixed token.
-    kept = directory / "prometheus-token"
+    kept = token
     url = f"http://127.0.0.1:{metrics}/metrics"
     opened = f"keras_dist: Prometheus can scrape {url} with the token in {kept}.\n"
     assert opened in (folder / "printed").read_text()
@@ -248,8 +248,8 @@ def test_the_page_shows_a_job_in_a_browser(begin, tmp_path):
     command = [sys.executable, "-c", COMMAND, str(root), "--web"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
         url = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=\S{43}", page.stdout.readline())
-        for path in ("", "jobs?token=x", "jobs"):
-            with pytest.raises(urllib.error.HTTPError, match="403"):
+        for path in ("", "job?token=x", "job"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
                 get(url[0].partition("?")[0] + path)
         taken = top(str(root), "--web", "--port", url[1])
         assert taken.returncode == 2 and "a free port for the page" in taken.stderr

@@ -6,9 +6,8 @@ import subprocess
 import pytest
 
 from keras_dist.launch.cli import job
-from keras_dist.launch.cli.connections import watched_connections
 from keras_dist.launch.cli.mpiexec import Library
-from keras_dist.launch.remote_shell import agent_command, read_notes
+from keras_dist.launch.remote_shell import agent_command, read_notes, watched_connections
 
 OPEN_MPI = Library("Open MPI", (5, 0), "Open MPI v5.0")
 MPICH = Library("MPICH", (4, 2), "MPICH 4.2")

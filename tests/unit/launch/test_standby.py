@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keras_dist.launch.channel import Channel, connected
-from keras_dist.launch.cli import program, standby
+from keras_dist.launch.cli import command, standby
 
 HERE = str(Path(__file__))
 # A rank that stands by: it prints what it is told, or ends with the connection.
@@ -94,13 +94,13 @@ def test_a_stranger_is_no_rank(ready):
     ],
 )
 def test_python_runs_a_script_or_a_module(words, count):
-    assert program.words_of_python(words) == count
+    assert command.words_of_python(words) == count
 
 
 def test_the_python_of_another_environment_does_not(tmp_path):
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
-    assert program.words_of_python([str(link), HERE]) == 0
+    assert command.words_of_python([str(link), HERE]) == 0
 
 
 def test_a_job_runs_without_a_socket(tmp_path, monkeypatch):

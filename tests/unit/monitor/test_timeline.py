@@ -11,9 +11,8 @@ from traces import EPOCH, HANDLE, STEP, bars, operation, write_part
 
 from keras_dist import _engine
 from keras_dist.launch.cli import main
-from keras_dist.monitor.timeline.rank_events import BEHIND
 from keras_dist.monitor.timeline.summary import summarise
-from keras_dist.monitor.timeline.trace import begin_trace, complete
+from keras_dist.monitor.timeline.trace import BEHIND, begin_trace, complete
 
 MS = 1_000_000
 QUEUED = 2  # the lane of queued operations

@@ -17,25 +17,23 @@ import pytest
 
 from keras_dist import errors
 from keras_dist.monitor import gpu
-from keras_dist.monitor.job import Job
-from keras_dist.monitor.prometheus import Endpoint
-from keras_dist.monitor.publish import publish_at_port
-from keras_dist.monitor.report import Report
-from keras_dist.monitor.sockets import jobs_at
-from keras_dist.monitor.token import token_in
+from keras_dist.monitor.endpoints import serving_at_socket
+from keras_dist.monitor.report import Job, Report
+from keras_dist.monitor.server import Server
+from keras_dist.monitor.sockets import find_sockets, jobs_of, token_in
 
 
 def test_a_report_is_a_line_of_json_that_any_reader_takes():
     device = gpu.Gpu("H200", 0.5, 10, 100)
     report = Report(1, "node", 7, 1.5, "fit", step=3, logs={"loss": math.nan, "a": 0.5}, gpu=device)
-    line = report.to_json()
+    line = json.dumps(report.to_fields())
     assert json.loads(line, parse_constant=None)["logs"] == {"loss": "nan", "a": 0.5}
     assert "NaN" not in line and "\n" not in line
-    again = Report.from_json(line)
+    again = Report.from_fields(json.loads(line))
     assert math.isnan(again.logs.pop("loss"))
     assert again.gpu == device and again.step == 3 and again.logs == {"a": 0.5}
     # Sent by a later version.
-    assert Report.from_json(line[:-1] + ', "new": 1}').rank == 1
+    assert Report.from_fields({**json.loads(line), "new": 1}).rank == 1
 
 
 def test_gpus_are_those_that_cuda_sees():
@@ -48,7 +46,7 @@ def test_gpus_are_those_that_cuda_sees():
     assert (seen("2,0"), seen(""), seen("GPU-b,1"), seen("1,7,0")) == ([2, 0], [], [2, 1], [1])
 
 
-# --- Silent clients
+# --- The server, and strangers
 
 
 def a_job():
@@ -83,43 +81,26 @@ def crowd(port, number):
     wait_for(0)
 
 
-def test_strangers_at_the_port_are_so_many_and_no_more(free_port, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    published = publish_at_port(a_job, free_port)
-    token = published.file.read_text().strip()
-    try:
-        known = jobs_at("127.0.0.1", free_port, token)
-        assert next(known).name == "train.py"  # an authenticated client does not count
-        with crowd(free_port, 20) as (strangers, threads):
-            assert threads == 16
-            turned_away = strangers[16:]
-            assert [one.recv(1) for one in turned_away] == [b""] * 4
-            with pytest.raises((OSError, StopIteration)):
-                next(jobs_at("127.0.0.1", free_port, token))
-            assert next(known).name == "train.py"
-            strangers[0].sendall(b"no token\n")
-            assert b"not that of this job" in strangers[0].recv(100)
-            assert next(jobs_at("127.0.0.1", free_port, token)).name == "train.py"
-    finally:
-        published.close()
+def test_a_stranger_at_the_port_sees_no_job(endpoint, free_port):
+    address = ("127.0.0.1", free_port)
+    assert next(jobs_of(address, TOKEN)).name == "train.py"
+    for token in ("", "no token"):
+        with pytest.raises(errors.ArgumentError, match="the token is not that of this job"):
+            next(jobs_of(address, token))
 
 
-def test_a_token_that_comes_byte_by_byte_is_not_waited_for(free_port, monkeypatch, tmp_path):
+def test_the_user_of_a_job_needs_no_token(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr("keras_dist.monitor.publish.CLIENT_SECONDS", 0.5)
-    published = publish_at_port(a_job, free_port)
-    began = time.monotonic()
-    try:
-        with (
-            socket.create_connection(("127.0.0.1", free_port), 20) as slow,
-            pytest.raises(OSError, match=r"Broken pipe|reset by peer"),
-        ):
-            for _ in range(80):
-                slow.sendall(b"x")
-                time.sleep(0.1)
-    finally:
-        published.close()
-    assert time.monotonic() - began < 7
+    with serving_at_socket(lambda: [a_job()]) as path:
+        assert path in find_sockets()
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert next(jobs_of(path)).name == "train.py"
+        job = jobs_of(path)
+        next(job)
+    assert path not in find_sockets()
+    with pytest.raises(FileNotFoundError):  # the job has ended
+        next(job)
 
 
 TOKEN = "a token that nobody guesses"
@@ -127,7 +108,7 @@ TOKEN = "a token that nobody guesses"
 
 @pytest.fixture
 def endpoint(free_port):
-    made = Endpoint(a_job, "127.0.0.1", free_port, TOKEN)
+    made = Server(lambda: [a_job()], ("127.0.0.1", free_port), TOKEN)
     yield f"http://127.0.0.1:{free_port}"
     made.close()
 
@@ -148,14 +129,22 @@ def test_prometheus_brings_a_token_in_a_header_or_a_parameter(endpoint):
         (f"{endpoint}/metrics", {"Authorization": f"Bearer {TOKEN}"}),
         (f"{endpoint}/metrics", {"Authorization": f"bearer  {TOKEN} "}),
         (f"{endpoint}/metrics?token={quoted}", {}),
-        (f"{endpoint}/?token={quoted}", {}),
     ]:
         status, _, body = get(url, **headers)
         assert status == 200 and 'keras_dist_ranks{job_name="train.py"}' in body
     assert get(f"{endpoint}/other?token={quoted}")[0] == 404
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/", "/other"])
+def test_one_port_has_the_page_the_job_and_its_figures(endpoint):
+    token = urllib.parse.quote(TOKEN)
+    status, said, page = get(f"{endpoint}/?token={token}")
+    assert status == 200 and "<title>keras-dist top</title>" in page
+    assert "Content-Security-Policy: default-src 'none'" in said
+    status, said, line = get(f"{endpoint}/job?token={token}")
+    assert status == 200 and "no-store" in said and json.loads(line)["job"] == "train.py"
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/job", "/", "/other"])
 @pytest.mark.parametrize(
     ("query", "authorization"),
     [
@@ -177,7 +166,7 @@ def test_a_stranger_learns_nothing(endpoint, path, query, authorization):
 
 
 def test_a_request_that_comes_byte_by_byte_is_broken_off(endpoint, free_port, monkeypatch):
-    monkeypatch.setattr("keras_dist.monitor.http.REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("keras_dist.monitor.server.REQUEST_SECONDS", 0.5)
     address = ("127.0.0.1", free_port)
     with (
         socket.create_connection(address, 20) as slow,
@@ -229,7 +218,7 @@ def test_a_token_of_another_user_is_refused(tmp_path):
 
 
 def test_requests_over_http_are_so_many_and_no_more(free_port):
-    endpoint = Endpoint(a_job, "127.0.0.1", free_port, TOKEN)
+    endpoint = Server(lambda: [a_job()], ("127.0.0.1", free_port), TOKEN)
     try:
         with crowd(free_port, 20) as (strangers, threads):
             assert threads == 16
@@ -244,7 +233,7 @@ def test_what_a_request_raises_is_logged_and_a_connection_that_ends_is_not(free_
     def failing():
         raise KeyError("no such figure")
 
-    endpoint = Endpoint(failing, "127.0.0.1", free_port, TOKEN)
+    endpoint = Server(failing, ("127.0.0.1", free_port), TOKEN)
     try:
         with contextlib.suppress(OSError, http.client.HTTPException):
             get(f"http://127.0.0.1:{free_port}/metrics", Authorization=f"Bearer {TOKEN}")
@@ -256,5 +245,5 @@ def test_what_a_request_raises_is_logged_and_a_connection_that_ends_is_not(free_
         try:
             raise error
         except OSError:
-            endpoint._server.handle_error(None, ("127.0.0.1", 1))
+            endpoint.handle_error(None, ("127.0.0.1", 1))
     assert not caplog.records
