@@ -142,8 +142,18 @@ def callbacks(
         ArgumentError: `warmup_epochs` is given without `initial_lr`; `uneven`, `on_failure` or
             `share_out` is unknown; `root_rank` is not 0, or there is a `process_set`, with another
             `on_failure` than `"stop"`; this rank or the root is not in `process_set`.
+        ArgumentTypeError: one of `others` is not a callback of Keras.
     """
     check_share_out(share_out)
+    for each in others:
+        if not isinstance(each, keras.callbacks.Callback | keras.callbacks.CallbackList):
+            raise errors.ArgumentTypeError(
+                runtime.where(),
+                "instances of keras.callbacks.Callback",
+                f"{each!r} of type {type(each).__name__}",
+                "Pass callbacks one by one: keras_dist.callbacks(first, second), or *those of a "
+                "list.",
+            )
     made: list[keras.callbacks.Callback] = [
         RootConsoleCallback(root_rank),
         BroadcastGlobalVariablesCallback(root_rank),
@@ -205,6 +215,8 @@ class _CallablePackage(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         text = f"module {self.__name__!r} has no attribute {name!r}."
+        if name in dir(keras.callbacks.Callback):
+            text += " Pass what it returns to fit: callbacks=keras_dist.callbacks()."
         if name == "AdmitRanks":
             text += f" Ranks do not join a job that runs. {config.START_AGAIN}"
         raise AttributeError(text)

@@ -33,7 +33,8 @@ class MetricAverageCallback(SessionCallback):
     States that are sums, maxima or minima over samples are recognized, in metrics of your own as
     well; boolean states are combined by "or". `keras_dist.metrics.merge` declares other ways. The
     results of a metric that cannot be merged are averaged; the root names it in a warning, once per
-    `fit` or `evaluate`.
+    `fit` or `evaluate`. So is a function that returns one number for a batch, such as the root of a
+    mean. If that is a mean over samples, it is exact where ranks have equal batches.
 
     Values that a custom `train_step` returns in addition to the model's metrics, also in nested
     dicts, are averaged: numbers over the ranks that have them, arrays if they have one shape. A
@@ -102,7 +103,8 @@ class MetricAverageCallback(SessionCallback):
                 "metrics whose states on the ranks can be merged",
                 f"{', '.join(found)}; the average of the ranks' results is logged instead",
                 "Declare how to merge the states with keras_dist.metrics.merge(metric, how), "
-                "and keep them in variables of Metric.add_variable.",
+                "and keep them in variables of Metric.add_variable. Let a function return one "
+                "number for each sample.",
             )
             self.warn(text)
 

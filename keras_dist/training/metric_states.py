@@ -19,7 +19,12 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras
-from keras_dist._compat.keras.metrics import metrics_inside, metrics_of, own_variables
+from keras_dist._compat.keras.metrics import (
+    function_of,
+    metrics_inside,
+    metrics_of,
+    own_variables,
+)
 from keras_dist.training.model_state import to_numpy
 from keras_dist.training.rank_exchanges import allreduce
 
@@ -43,6 +48,7 @@ JOINS: dict[_engine.ReduceOp, Callable[..., Any]] = {
 }
 BATCHES, SAMPLES = 3, 4  # the number of batches, and of samples in each
 SHIFTS = (0, -1000, 2, 1000)  # of a state after a reset
+ONE_NUMBER = "a function that returns one number for a batch, which is no mean over samples"
 AGGREGATIONS = {"mean": "mean", "only_first_replica": "first"}
 
 
@@ -97,8 +103,11 @@ def states_of(model: keras.Model) -> dict[int, MetricState]:
 
 def unmergeable(model: keras.Model) -> list[str]:
     """Returns the names of metrics whose states cannot be merged, with the reasons."""
-    plans = {metric.name: _plan(metric) for metric in metrics_of(model)}
-    return [f"{name} ({plan})" for name, plan in plans.items() if isinstance(plan, str)]
+    metrics = metrics_of(model)
+    plans = {metric.name: _plan(metric) for metric in metrics}
+    found = [f"{name} ({plan})" for name, plan in plans.items() if isinstance(plan, str)]
+    shapes = _output_shapes(model)
+    return found + [f"{m.name} ({ONE_NUMBER})" for m in metrics if _averages_no_means(m, shapes)]
 
 
 def _reduced(states: dict[int, MetricState], own: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -143,6 +152,10 @@ def _states(metric: Any, declared_outside: Any) -> Iterator[MetricState]:
     rest = [variable for variable in own if hows[id(variable)] is None]
     if _is_of_keras(metric):
         found, reset = ["sum"] * len(rest), {}
+        function = function_of(metric)
+        if isinstance(function, keras.losses.Loss) and function.reduction == "sum":
+            # A step adds the sum over its samples and counts once: here on every rank.
+            found = ["first" if variable is metric.count else "sum" for variable in rest]
     else:
         found = behaviours(metric, rest) if rest or declared is None else []
         reset = reset_values(metric)
@@ -203,6 +216,55 @@ def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[s
     if not _same(before, twin, set()):
         raise UnmergeableMetric("state outside of its variables")
     return found
+
+
+def _averages_no_means(metric: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Returns whether a metric averages numbers of whole batches that differ from those of parts.
+
+    Such is the root of a mean square: its average over ranks is not that of their common batch.
+    """
+    function = function_of(metric)
+    if function is None or isinstance(function, keras.losses.Loss) or is_part_of_keras(function):
+        return False
+    half = SAMPLES // 2
+    tried: list[bool] = []
+    for targets, outputs in _targets_and_outputs(shapes):
+        if tried and targets.shape != outputs.shape:
+            break  # a class for each sample would be broadcast
+        try:
+            numbers = [
+                np.array(to_numpy(keras.ops.convert_to_tensor(function(targets[s], outputs[s]))))
+                for s in (slice(None), slice(half), slice(half, None))
+            ]
+        except Exception:  # of other people's code, for data that it was not made for
+            continue
+        if numbers[0].ndim:
+            return False
+        whole, *parts = numbers
+        tried.append(np.allclose(whole, np.mean(parts), rtol=1e-3, atol=1e-6, equal_nan=True))
+    return not all(tried)
+
+
+def _targets_and_outputs(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Any, Any]]:
+    rng = np.random.default_rng(0)
+    outputs = [
+        rng.random((SAMPLES, *shape), np.float32) for shape in dict.fromkeys([*shapes, (1,), (3,)])
+    ]
+    numbers = [(rng.normal(0, 3, each.shape).astype(np.float32), each) for each in outputs]
+    binary = [(rng.integers(0, 2, each.shape).astype(np.float32), each) for each in outputs]
+    classes = [(rng.integers(0, 2, SAMPLES), each) for each in outputs]
+    for pair in [*numbers, *binary, *classes]:
+        yield tuple(map(keras.ops.convert_to_tensor, pair))
+
+
+def _output_shapes(model: keras.Model) -> list[tuple[int, ...]]:
+    """Returns the shapes of a sample of each output, as far as the model knows them."""
+    try:
+        outputs = keras.tree.flatten(model.outputs)
+    except AttributeError:  # a model that is not a graph of layers
+        return []
+    shapes = [tuple(output.shape[1:]) for output in outputs]
+    return [shape for shape in shapes if None not in shape]
 
 
 def reset_values(metric: keras.metrics.Metric) -> dict[int, np.ndarray]:

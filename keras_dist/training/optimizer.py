@@ -192,12 +192,17 @@ def PartialDistributedOptimizer(
 def _check_optimizer(optimizer: Any) -> None:
     """Checks that `optimizer` is a Keras optimizer that is not distributed yet."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
+        remedy = (
+            "Pass for example keras.optimizers.SGD(0.01), or keras.optimizers.get(...) of a "
+            "name or a configuration."
+        )
+        if type(optimizer).__module__.startswith("torch."):
+            remedy = "Optimizers of torch are wrapped by keras_dist.torch.DistributedOptimizer."
         raise errors.ArgumentTypeError(
             runtime.where(),
             "an instance of a Keras optimizer",
             f"{optimizer!r} of type {type(optimizer).__name__}",
-            "Pass for example keras.optimizers.SGD(0.01), or keras.optimizers.get(...) of a "
-            "name or a configuration.",
+            remedy,
         )
     if any(map(is_distributed, [optimizer, *optimizers_inside(optimizer)])):
         raise errors.ArgumentError(

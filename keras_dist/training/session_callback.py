@@ -33,7 +33,9 @@ class SessionCallback(Member, keras.callbacks.Callback):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Patches Keras, once."""
         watch_models()
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made.params = {}  # a list of callbacks in a user's loop may have none
+        return made
 
     @property
     def session(self) -> FitSession:

@@ -32,6 +32,11 @@ def samples_weighted(loss: Any) -> Any:
     return loss.count if isinstance(loss, keras.metrics.Mean) else None
 
 
+def function_of(metric: Any) -> Any:
+    """Returns the function whose values a metric averages; `None` for other metrics."""
+    return metric._fn if isinstance(metric, keras.metrics.MeanMetricWrapper) else None
+
+
 METRIC = "keras:metrics.Metric"
 MERGED = "to merge the states of the ranks", "metrics of an epoch would not be exact"
 
@@ -39,6 +44,13 @@ CONTRACT = (
     Name("keras:Model", "_compile_metrics", *MERGED, instance=True),
     Name(METRIC, "_metrics", *MERGED, instance=True),
     Name(METRIC, "_variables", *MERGED, instance=True),
+    Name(
+        "keras:metrics.MeanMetricWrapper",
+        "_fn",
+        "to try the function of a metric",
+        "metrics that are not exact would not be named",
+        instance=True,
+    ),
     Name(
         "keras:metrics.Mean",
         "count",

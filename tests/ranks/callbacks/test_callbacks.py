@@ -60,6 +60,32 @@ def test_the_list_is_flat_and_in_order():
     ]
 
 
+@pytest.mark.parametrize("wrong", [[keras.callbacks.Callback()], keras.callbacks.Callback, "x"])
+def test_what_is_no_callback_is_refused(wrong):
+    with pytest.raises(errors.ArgumentTypeError, match="Pass callbacks one by one"):
+        keras_dist.callbacks(wrong)
+
+
+def test_the_package_in_place_of_its_list_is_refused():
+    with pytest.raises(AttributeError, match=r"callbacks=keras_dist\.callbacks\(\)"):
+        distributed().fit(*make_data(4), verbose=0, callbacks=[keras_dist.callbacks])
+
+
+def test_a_list_without_parameters_takes_part_in_a_loop():
+    model = distributed()
+    model.train_on_batch(*make_data(4, seed=keras_dist.rank()))
+    callbacks = keras.callbacks.CallbackList(keras_dist.callbacks(), model=model)
+    callbacks.on_train_begin()
+    for epoch in range(2):
+        callbacks.on_epoch_begin(epoch)
+        callbacks.on_train_batch_begin(0)
+        logs = model.train_on_batch(*make_data(4, seed=keras_dist.rank()), return_dict=True)
+        callbacks.on_train_batch_end(0, logs)
+        callbacks.on_epoch_end(epoch, logs)
+    callbacks.on_train_end()
+    keras_dist.verify_replicas(model)
+
+
 def test_a_warmup_needs_a_rate():
     with pytest.raises(errors.ArgumentError, match="initial_lr together with warmup_epochs"):
         keras_dist.callbacks(warmup_epochs=3)

@@ -449,6 +449,51 @@ def test_metrics_that_cannot_be_merged_are_averaged_and_named():
         assert "the average of the ranks' results is logged instead" in text
 
 
+def root_mean_square(y_true, y_pred):
+    return ops.sqrt(ops.mean((y_true - y_pred) ** 2))
+
+
+def mean_difference(y_true, y_pred):
+    return ops.mean(ops.abs(y_true - y_pred))
+
+
+def largest_difference(y_true, y_pred):
+    return ops.max(ops.abs(y_true - y_pred), axis=-1)
+
+
+@pytest.mark.parity("a function that returns one number for a batch is named, unless it is a mean")
+def test_a_function_of_a_whole_batch_is_named():
+    model = compiled([root_mean_square, mean_difference, largest_difference, "mse"])
+    y = np.full((4, CLASSES), 1.0 + keras_dist.rank(), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.evaluate(y, 0 * y, verbose=0, callbacks=[MetricAverageCallback()])
+    texts = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert len(texts) == (keras_dist.size() > 1 and keras_dist.rank() == 0)
+    for text in texts:
+        assert "root_mean_square (a function that returns one number for a batch" in text
+        assert not any(name in text for name in ("mean_difference", "largest_difference", "mse"))
+
+
+@pytest.mark.parity("losses with the reduction `sum` are exact metrics")
+def test_a_loss_that_sums_is_an_exact_metric():
+    x = np.random.default_rng(0).random((4 * keras_dist.size(), CLASSES), "float32")
+    expected = compiled([keras.losses.MeanSquaredError("sum")]).evaluate(
+        x, 0 * x, batch_size=2 * keras_dist.size(), verbose=0, return_dict=True
+    )
+    steps = x.reshape(2, keras_dist.size(), 2, CLASSES)
+    mine = steps[:, keras_dist.rank()].reshape(4, CLASSES)
+    found = compiled([keras.losses.MeanSquaredError("sum")]).evaluate(
+        mine,
+        0 * mine,
+        batch_size=2,
+        verbose=0,
+        return_dict=True,
+        callbacks=[MetricAverageCallback()],
+    )
+    assert_exact(values_of(found), values_of(expected))
+
+
 def test_aggregations_of_keras_say_how_to_merge():
     class Told(Own):
         states: ClassVar = {}
