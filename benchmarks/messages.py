@@ -151,7 +151,7 @@ def all_to_the_root(numbers):
 
 def judge(found):
     """Returns the rows of what must hold for any number of ranks."""
-    from keras_dist._engine.rank_tree import FANOUT
+    from keras_dist._engine.sideband import FANOUT
 
     rows = []
     # Of each child of the root: a question and two answers; up to two alarms in a period, each

@@ -55,7 +55,7 @@ def work(path):
     import torch
 
     import keras_dist
-    from keras_dist._engine.row_sums import RowGroups
+    from keras_dist._engine.collectives.slices import RowGroups
 
     task = json.loads(Path(path).read_text())
     keras_dist.init()

@@ -31,10 +31,10 @@ from simulator import Simulator
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.compression import Compression, wire_for
-from keras_dist._engine.mpi import halving
-from keras_dist._engine.mpi.links import Links
+from keras_dist._engine.mpi import reduction
 from keras_dist._engine.mpi.peers import DIGEST_NBYTES, HEADER_NBYTES, Peers
 from keras_dist._engine.mpi.reduction import Combination, reduce_through_mpi
+from keras_dist._engine.mpi.topology import Links, halving_nbytes
 
 NODES = [1, 2, 8, 12, 64, 128, 1024, 4096, 10_000]
 SIZES = {"4.8 MB": 4_800_000, "40 MB": 40_000_000, "102 MB": 102_000_000, "1 GB": 1_000_000_000}
@@ -173,7 +173,7 @@ def recorded(case, nodes):
     sums = Silent(ReduceOp.SUM, 1, [[node] for node in range(case.nodes)])
     wire, links = wire_for(Compression.none, DTYPE, ""), links_of(case)
     worlds = [Recorder(node, case.nodes) for node in nodes]
-    with RECORDING, mock.patch.object(halving, "combine", lambda *_: None):
+    with RECORDING, mock.patch.object(reduction, "combine", lambda *_: None):
         for world in worlds:
             if case.nbytes:
                 reduce_through_mpi(world, part, part, sums, wire, links)
@@ -246,9 +246,8 @@ def slice_nbytes(case):
 
 @functools.cache
 def links_of(case):
-    """Returns what the engine would conclude from its measurement of the links."""
-    byte = RANKS * byte_seconds(case.gbit)  # the ranks of a node share its network
-    return Links(halving.crossover(case.nodes, LATENCY, MESSAGE, byte), 1 / byte_seconds(case.gbit))
+    """Returns what the engine would know of the links."""
+    return Links(halving_nbytes(case.nodes), 1 / byte_seconds(case.gbit))
 
 
 def uses_halving(case):

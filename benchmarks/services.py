@@ -12,9 +12,8 @@ from common import table
 from messages import FAULTS, TITLES, TOP, all_to_the_root, judge
 
 from keras_dist._engine.faults.rank_state import RankState
-from keras_dist._engine.inquiry import ANSWER, QUESTION
-from keras_dist._engine.rank_tree import branches
-from keras_dist._engine.rounds import rounds
+from keras_dist._engine.mpi.peers import rounds
+from keras_dist._engine.sideband import ANSWER, QUESTION, branches
 
 COLLECTIVES = 10  # of MPI in `keras_dist.init`, as messages.py counts them
 ENTRY_NBYTES = 200  # of a rank in one of them: versions, host name, process

@@ -141,8 +141,7 @@ TABLES = {
         "messages.py",
         "messages",
         (
-            *(f"keras_dist/_engine/{name}.py" for name in ("inquiry", "rank_tree")),
-            "keras_dist/_engine/faults/alarms.py",
+            "keras_dist/_engine/sideband.py",
             "keras_dist/monitor/collector.py",
             "keras_dist/runtime/startup.py",
         ),
@@ -151,11 +150,8 @@ TABLES = {
         "scale.py",
         "scale",
         (
-            *(f"keras_dist/_engine/{name}.py" for name in ("rounds", "pieces", "rank_tree")),
-            *(
-                f"keras_dist/_engine/mpi/{name}.py"
-                for name in ("halving", "links", "peers", "reduction")
-            ),
+            "keras_dist/_engine/sideband.py",
+            *(f"keras_dist/_engine/mpi/{name}.py" for name in ("peers", "reduction", "topology")),
             "benchmarks/network.py",
             "benchmarks/services.py",
         ),

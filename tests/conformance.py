@@ -20,8 +20,8 @@ from numpy_reference import COMPRESSIONS, UFUNCS, bits, expected
 
 import keras_dist
 from keras_dist import _engine, runtime
-from keras_dist._engine import row_sums
-from keras_dist._engine.mpi.links import Links
+from keras_dist._engine.collectives import slices
+from keras_dist._engine.mpi.topology import Links
 from keras_dist.ops import reductions
 
 __all__ = ["COUNT", "SEED", "Program", "draw", "execute", "prepare"]
@@ -58,7 +58,7 @@ LOW = {
     ("MAX_PAYLOAD_NBYTES", 64 * 1024): 1024,
     ("EAGER_NBYTES", 32 * 1024): 256,
     ("CHUNK_NBYTES", 512 * 1024): 4096,
-    ("BLOCK_NBYTES", row_sums.BLOCK_NBYTES): 512,
+    ("BLOCK_NBYTES", slices.BLOCK_NBYTES): 512,
     ("PIECE_NBYTES", 2**23): 1024,
     ("SMALLEST_NBYTES", 2**16): 64,
     ("MAX_NBYTES", 2**30): 5000,

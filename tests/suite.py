@@ -96,7 +96,7 @@ JOBS = {
     "torch-4": Job(4, "torch"),
     "nodes-2x2": nodes(4, 2),
     "nodes-2+1": nodes(3, 2),
-    "nodes-4x1": nodes(4, 4),  # from four nodes on, the links decide whether arrays are halved
+    "nodes-4x1": nodes(4, 4),
     "jax-2": Job(2, "jax", short=f"exactness and {NOT_SLOW}"),
     "jax-3": Job(3, "jax", variables=OPTIMIZED),
     "torch-2": Job(2, "torch", short=NOT_SLOW),

@@ -5,6 +5,7 @@ rounds, so equal inputs give equal bits on every rank and in every run. Floats n
 are summed in float32 and rounded once, at the end.
 """
 
+import contextvars
 import enum
 import functools
 import math
@@ -192,12 +193,7 @@ def reducer(dtype: np.dtype, op: ReduceOp) -> Reducer:
 
 
 def combine(left: np.ndarray, right: np.ndarray, op: ReduceOp, out: np.ndarray) -> None:
-    """Combines two contributions whose dtype is that of the accumulator.
-
-    Args:
-        right: contribution of the higher rank, of the same shape and dtype.
-        out: array of this shape and dtype, written; may be `left` or `right`.
-    """
+    """Combines two contributions whose dtype is that of the accumulator."""
     with np.errstate(all="ignore"):
         combine_into(left, right, op, out)
 
@@ -296,3 +292,31 @@ def _is_float(dtype: np.dtype) -> bool:
         return True
     # An extension float (ml_dtypes) has kind "V" or "f" and can be cast to float32.
     return dtype.kind in "Vf" and dtype.fields is None and dtype.isbuiltin == 2
+
+
+def silencer() -> Callable[..., None]:
+    """Returns a function that calls another one, in which numpy does not warn of infinities.
+
+    They are the caller's to judge, as they reach every rank alike. A context in which numpy is
+    silent takes a tenth of the time of `numpy.errstate`. One thread at a time may call it.
+    """
+    if _settings_are_of_a_context():
+        context = contextvars.Context()
+        context.run(np.seterr, all="ignore")
+        return context.run
+
+    def run(function: Callable[..., None], *arguments: Any) -> None:
+        with np.errstate(all="ignore"):
+            function(*arguments)
+
+    return run
+
+
+@functools.cache
+def _settings_are_of_a_context() -> bool:
+    """Returns whether numpy's handling of errors is that of a context, as from numpy 2."""
+    before = np.geterr()
+    contextvars.Context().run(np.seterr, all="warn" if before["over"] == "ignore" else "ignore")
+    changed = np.geterr() != before
+    np.seterr(**before)
+    return not changed

@@ -18,11 +18,7 @@ ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """An array in a fused buffer.
-
-    Args:
-        shape: its shape.
-    """
+    """An array in a fused buffer."""
 
     index: int
     shape: tuple[int, ...]
@@ -40,7 +36,6 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Size of the fused buffer in bytes."""
         return self.count * self.dtype.itemsize
 
     def pack(self, arrays: Sequence[np.ndarray]) -> np.ndarray:

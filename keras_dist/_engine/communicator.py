@@ -4,32 +4,37 @@ A `Communicator` is a private duplicate of the world or of the user's communicat
 keras_dist and of the user never match each other.
 """
 
+import dataclasses
 import functools
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.faults.fault_state import FaultState
-from keras_dist._engine.faults.rank_lost import lost
+from keras_dist._engine.faults.rank_state import lost
 from keras_dist._engine.faults.stall_watchdog import StallWatchdog
-from keras_dist._engine.mpi.digests import DigestExchange
-from keras_dist._engine.mpi.hello import decline
-from keras_dist._engine.mpi.links import Links, common, measure_links
-from keras_dist._engine.mpi.memory_fence import MemoryFence, orders_stores
-from keras_dist._engine.mpi.topology import Topology, allgather, first_error
+from keras_dist._engine.memory import IdleMemory, ResultPool, RowMemory
+from keras_dist._engine.mpi.digests import DigestExchange, decline
+from keras_dist._engine.mpi.library import MemoryFence, orders_stores
+from keras_dist._engine.mpi.topology import (
+    Links,
+    Topology,
+    allgather,
+    common,
+    first_error,
+    measure_links,
+)
 from keras_dist._engine.mpi.transfer import allgather_parts
 from keras_dist._engine.ordering.order import CollectiveOrder
-from keras_dist._engine.result_memory import ResultPool
-from keras_dist._engine.services import Services
-from keras_dist._engine.shm.idle_memory import IdleMemory
 from keras_dist._engine.shm.node import Node, attach_node
 from keras_dist._engine.shm.region import RegionPool
-from keras_dist._engine.shm.row_memory import RowMemory
 from keras_dist._engine.shm.segments import TooManyFiles
 from keras_dist._engine.shm.wait import blocked
+from keras_dist._engine.sideband import Services
+from keras_dist._engine.signature import JoinedRanks
 
 _log = logging.getLogger("keras_dist")
 
@@ -37,6 +42,18 @@ NO_ROOM = "A container gets more by --shm-size=1g (Docker, Podman) or --bind /de
 TOO_MANY_FILES = (
     "Let a process open more files, by ulimit -n before the job starts, or keep fewer models."
 )
+
+
+@dataclasses.dataclass
+class FaultState:
+    """Faults of one communicator."""
+
+    retry: Any = None
+    losses: int = 0
+    changes: int = 0
+    mismatch: str | None = None
+    joined: JoinedRanks | None = None
+    on_missing: Callable[[], None] | None = None
 
 
 class Communicator:
@@ -88,7 +105,7 @@ class Communicator:
         if job is not None and not self.thread_multiple:
             shared = job.order
         self.order: CollectiveOrder = CollectiveOrder(label, self.where, shared)
-        self.services: Services[Communicator] = Services(self)
+        self.services = Services(self)
         self.faults = FaultState()
         self._forget_calls()
         self.idle_memory = IdleMemory()
@@ -195,17 +212,11 @@ class Communicator:
         self.regions, self.results = RegionPool(), ResultPool()
 
     def watch(self, period: int, limit: int) -> None:
-        """Starts the stall watchdog. Collective: every rank; blocks.
-
-        Args:
-            period: seconds of waiting after which a warning is logged, repeatedly; 0: never.
-            limit: seconds of waiting after which the job ends; 0: never.
-        """
+        """Starts the stall watchdog. Collective: every rank; blocks."""
         if self.size > 1 and (period or limit):
             self.services.start(lambda comm: StallWatchdog(comm.mpi, comm.world, period, limit))
 
     def close_services(self) -> None:
-        """Closes resources and background services. Collective: every rank; blocks."""
         self.services.close(wait=self.faults.retry is None)
 
     @property
@@ -245,20 +256,17 @@ class Communicator:
         return [self._neighbours[index] for index in indices]
 
     def allgather_bytes(self, payload: bytes | np.ndarray) -> list[np.ndarray]:
-        """Sends bytes, of any number, to every rank. Collective: every rank; blocks.
-
-        Args:
-            payload: the bytes of this rank.
-        """
+        """Sends bytes, of any number, to every rank. Collective: every rank; blocks."""
         mine = np.frombuffer(payload, np.uint8)
         if self.size == 1:
             return [mine]
         counts = np.zeros(self.size, np.int64)
         with blocked:
             self.world.Allgather(np.array([mine.size], np.int64), counts)
-        everything = np.zeros(int(counts.sum()), np.uint8)
-        allgather_parts(self.world, mine, everything, counts)
-        return np.split(everything, np.cumsum(counts)[:-1])
+        ends = list(itertools.accumulate(counts.tolist(), initial=0))
+        everything = np.zeros(ends[-1], np.uint8)
+        allgather_parts(self.world, mine, everything, list(itertools.pairwise(ends)))
+        return np.split(everything, ends[1:-1])
 
     def _join_node(self) -> None:
         allgather_on_node = functools.partial(allgather, self.topology.local)
@@ -293,3 +301,35 @@ class Communicator:
                 remedy,
             )
         self._warned = True
+
+
+def subset(job: Communicator, ranks: Sequence[int]) -> Communicator:
+    """Makes a communicator of some of the ranks. Collective: only those ranks; blocks."""
+    if job.mpi is None:
+        return Communicator(job=job, ranks=ranks)
+    everyone = job.world.Get_group()
+    group = everyone.Incl(ranks)
+    comm = job.world.Create_group(group)
+    made = Communicator(job.mpi, comm, job.reduce, job, ranks, job.reduction)
+    comm.Free()
+    group.Free()
+    everyone.Free()
+    return made
+
+
+def ranks_of(job: Communicator, comm: Any) -> tuple[int, ...]:
+    """Returns the ranks of a user's MPI communicator, ascending."""
+    if job.mpi is None or comm == job.mpi.COMM_NULL:
+        return ()
+    theirs, ours = comm.Get_group(), job.world.Get_group()
+    ranks = theirs.Translate_ranks(None, ours)
+    theirs.Free()
+    ours.Free()
+    if job.mpi.UNDEFINED not in ranks:
+        return tuple(sorted(ranks))
+    raise errors.ArgumentError(
+        "[keras_dist.ProcessSet]",
+        "an MPI communicator of ranks of this job",
+        f"one of {len(ranks)} processes, not all of which are",
+        "Make it from the communicator that was passed to keras_dist.init, or from COMM_WORLD.",
+    )

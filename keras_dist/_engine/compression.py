@@ -66,29 +66,23 @@ class _Uncompressed(Compressor):
         return array
 
     def decompress(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return array
+        return array.astype(dtype, copy=False)
 
 
-class _Float16(Compressor):
+class _Float16(_Uncompressed):
     name = "fp16"
 
     def compress(self, array: np.ndarray) -> np.ndarray:
         return array.astype(np.float16)
 
-    def decompress(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return array.astype(dtype)
 
-
-class _BFloat16(Compressor):
+class _BFloat16(_Uncompressed):
     name = "bf16"
 
     def compress(self, array: np.ndarray) -> np.ndarray:
         import ml_dtypes
 
         return array.astype(ml_dtypes.bfloat16)
-
-    def decompress(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        return array.astype(dtype)
 
 
 class Compression:

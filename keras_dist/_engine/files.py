@@ -24,12 +24,7 @@ class File:
             raise self._error("to be readable through MPI", str(failure)) from failure
 
     def read_at(self, offset: int, target: np.ndarray) -> None:
-        """Reads bytes from an offset of the file.
-
-        Args:
-            offset: offset in bytes.
-            target: uint8 array of shape (count,), written.
-        """
+        """Reads bytes from an offset of the file."""
         for low in range(0, target.size, MAX_NBYTES):
             part = target[low : low + MAX_NBYTES]
             status = self._mpi.Status()
@@ -43,7 +38,6 @@ class File:
                 raise self._error(f"to have {part.size} more bytes", str(count))
 
     def close(self) -> None:
-        """Closes the file."""
         if not self._mpi.Is_finalized():
             with self._turn(), self._use:
                 self._file.Close()

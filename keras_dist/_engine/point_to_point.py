@@ -1,7 +1,7 @@
 """Point to point: two ranks compare their operations, then data moves.
 
 No other rank takes part. Both ranks find a difference, and neither sends what the other does not
-receive. A rank that has come to a rendezvous of all ranks instead declines, see `hello`. Lock,
+receive. A rank that has come to a rendezvous of all ranks instead declines, see `decline`. Lock,
 notes and stall watchdog are those of the collectives.
 """
 
@@ -9,21 +9,18 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from time import perf_counter_ns
 
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.mpi.digests import NAP_SECONDS, SPIN_SECONDS
-from keras_dist._engine.mpi.hello import HELLO, Hello
+from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.mpi.digests import HELLO, NAP_SECONDS, SPIN_SECONDS, Hello
 from keras_dist._engine.mpi.library import failed_process
 from keras_dist._engine.mpi.transfer import as_bytes, receive_bytes, send_bytes, wait
 from keras_dist._engine.shm.wait import PATIENCE_SECONDS, note, waiting
 from keras_dist._engine.signature import CollectiveSignature, Entry, difference
 from keras_dist._engine.tracing import spans
-
-if TYPE_CHECKING:
-    from keras_dist._engine.communicator import Communicator
 
 DATA = 2  # MPI tag
 
@@ -33,6 +30,8 @@ ALIKE = "Give both ranks the same name, shape and dtype."
 IN_TURN = (
     "Call send and recv in the same order on the two ranks, and collectives before or after both."
 )
+ROUNDS = 20
+TAG = 7
 
 
 def send(
@@ -55,11 +54,7 @@ def recv(
     key: str | None = None,
     spec: tuple[tuple[int, ...], np.dtype] | None = None,
 ) -> np.ndarray:
-    """Receives an array from another rank, which calls `send`; blocks until it does.
-
-    Args:
-        spec: its shape and dtype; `None` for any.
-    """
+    """Receives an array from another rank, which calls `send`; blocks until it does."""
     entries = () if spec is None else (Entry(name, spec[0], str(spec[1])),)
     call = CollectiveSignature(RECV, entries, key=key)
     with _paired(comm, peer, "source", call):
@@ -132,3 +127,35 @@ def _lost(comm: "Communicator", peer: int, call: CollectiveSignature) -> errors.
         "--max-restarts does by itself."
     )
     return errors.RankLostError(comm.where(), expected, received, remedy)
+
+
+def clock_offset(comm: Communicator) -> tuple[int, int]:
+    """Measures the offset of `time.perf_counter_ns` of this rank from that of rank 0.
+
+    Collective: every rank; blocks. Each rank asks rank 0 for the time repeatedly. The answer with
+    the shortest round trip counts; its error is half of that time. An offset within the error is
+    0, as the processes of a node share their clock.
+
+    Returns:
+        The offset and its error, in nanoseconds.
+    """
+    with comm.lock:
+        if comm.rank > 0:
+            return min((_ask(comm) for _ in range(ROUNDS)), key=lambda found: found[1])
+        buffer = np.empty(1, np.int64)
+        for rank in range(1, comm.size):
+            for _ in range(ROUNDS):
+                comm.world.Recv(buffer, rank, TAG)
+                comm.world.Send(np.array([perf_counter_ns()], np.int64), rank, TAG)
+        return 0, 0
+
+
+def _ask(comm: Communicator) -> tuple[int, int]:
+    answer = np.empty(1, np.int64)
+    asked = perf_counter_ns()
+    comm.world.Send(answer, 0, TAG)
+    comm.world.Recv(answer, 0, TAG)
+    answered = perf_counter_ns()
+    error = (answered - asked) // 2
+    offset = asked + error - int(answer[0])
+    return (0 if abs(offset) <= error else offset), error

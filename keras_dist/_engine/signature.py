@@ -8,9 +8,11 @@ so none waits for another.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine.compression import Compression, Compressor
 from keras_dist._engine.gradient_sets import GradientSet
 
 JOINED = "join"  # the operation of a rank that has no more data
@@ -26,11 +28,7 @@ class JoinedRanks:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An array of an operation.
-
-    Args:
-        shape: the dimensions on which the ranks must agree.
-    """
+    """An array of an operation."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +70,6 @@ class CollectiveSignature:
     ahead: bool = False
     error: Exception | None = None
     first: bool = False
-    holds: bool = False
     notice: str | None = None
     refused: tuple[str, ...] = ()
     gradients: GradientSet | None = None
@@ -87,8 +84,8 @@ class CollectiveSignature:
         factors = (self.prescale, self.postscale)
         options = (self.op, self.root, self.key, factors, self.compression, self.library)
         plan = (self.buckets, self.bucket, self.piece, self.launched, self.first)
-        riders = (self.holds, self.notice, self.refused)
         gradients = None if self.gradients is None else self.gradients.digest
+        riders = (self.notice, self.refused)
         compared = (self.operation, options, plan, arrays, str(self.error), riders, gradients)
         return hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
 
@@ -170,3 +167,45 @@ def _describe_buckets(call: CollectiveSignature) -> str:
 
 def _shape_of(entry: Entry, expected: Entry) -> str:
     return f"{entry.shape}" if entry.name == expected.name else f"{entry.name!r} {entry.shape}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OpOptions:
+    """What a reduction computes. The ranks compare the options before data moves."""
+
+    op: ReduceOp = ReduceOp.AVERAGE
+    key: str | None = None
+    prescale: float = 1.0
+    postscale: float = 1.0
+    compression: Compressor = Compression.none
+    gradients: GradientSet | None = None
+
+    def signature(self, operation: str, **fields: Any) -> CollectiveSignature:
+        """Returns the signature of an operation with these options."""
+        return CollectiveSignature(
+            operation,
+            op=self.op.value,
+            key=self.key,
+            prescale=self.prescale,
+            postscale=self.postscale,
+            compression=self.compression.name,
+            gradients=self.gradients,
+            **fields,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketOptions:
+    """How a `FusedAllreduce` runs."""
+
+    bucket_nbytes: int
+    first_nbytes: int | None = None
+    groups: Sequence[Sequence[int]] = ()
+    operation: str = "allreduce"
+    remedy: str = CollectiveSignature.remedy
+    lend: bool = False
+    overlaps: bool = False
+    counts_updates: bool = False
+    divides: bool = False
+    ranks: Callable[[], Any] | None = None
+    pooled: bool = False

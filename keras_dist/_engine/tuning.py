@@ -15,14 +15,13 @@ import time
 
 import numpy as np
 
+from keras_dist._engine.collectives.broadcast import allgather_object, broadcast_object
 from keras_dist._engine.collectives.fused import FusedAllreduce
-from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.library import version
-from keras_dist._engine.options import BucketOptions, OpOptions
-from keras_dist._engine.recovery.retry import retry
-from keras_dist._engine.signature import CollectiveSignature
+from keras_dist._engine.recovery import retry
+from keras_dist._engine.signature import BucketOptions, CollectiveSignature, OpOptions
 
 CANDIDATES = (4 * 2**20, 25 * 2**20, 64 * 2**20)
 PROBE_COUNT, PROBE_NBYTES = 64, 2**20  # arrays, and bytes of each

@@ -4,19 +4,19 @@ Knows neither MPI nor a framework. ROCm's runtime and RCCL have the same functio
 `hip`. Other packages use the names below and nothing else.
 """
 
-from keras_dist._gpu.arrays import Concatenation, DeviceArray, uniform
-from keras_dist._gpu.facts import GpuFacts, facts_of, selected_bus_id
-from keras_dist._gpu.libraries import counts_host_memory
+from keras_dist._gpu.arrays import Concatenation, DeviceArray, Half, Staging, staging_of, uniform
 from keras_dist._gpu.nccl import (
     REDUCTIONS,
+    GpuFacts,
     Nccl,
     NcclError,
     data_type,
+    facts_of,
     load_nccl,
+    selected_bus_id,
     version_text,
 )
-from keras_dist._gpu.runtime import Event, Runtime, load_runtime
-from keras_dist._gpu.staging import Half, Staging, staging_of
+from keras_dist._gpu.runtime import Event, Runtime, counts_host_memory, load_runtime
 
 __all__ = [
     "REDUCTIONS",

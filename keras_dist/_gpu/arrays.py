@@ -1,6 +1,9 @@
 """Arrays in GPU memory: an address with shape and dtype, which a tensor of a framework owns."""
 
+import collections
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -11,6 +14,7 @@ from keras_dist import errors
 from keras_dist._gpu.runtime import Event, Runtime, load_runtime
 
 Allocate = Callable[[tuple[int, ...], np.dtype], "DeviceArray"]
+ALIGNMENT = 64  # bytes: a cache line
 
 
 class Completion(Protocol):
@@ -36,12 +40,7 @@ class Concatenation:
 
 
 class DeviceArray:
-    """An array in GPU memory, contiguous in row-major order.
-
-    Args:
-        shape: its shape.
-        owner: the tensor of a framework whose memory it is.
-        allocate: returns a new array of a shape and dtype, owned by such a tensor.
+    """An array in GPU memory, contiguous in row-major order, that a tensor of a framework owns.
 
     Attributes:
         written: an event after the work that writes it; `None` if there is none yet.
@@ -67,28 +66,21 @@ class DeviceArray:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.count * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def empty(self, shape: tuple[int, ...] | None = None) -> "DeviceArray":
-        """Returns a new array of the same dtype and framework.
-
-        Args:
-            shape: its shape. Defaults to that of this array.
-        """
+        """Returns a new array of the same dtype and framework."""
         made, self._prepared = self._prepared, None
         if made is not None and shape in (None, self.shape):
             if isinstance(made, Exception):
@@ -97,7 +89,6 @@ class DeviceArray:
         return self._allocate(self.shape if shape is None else shape, self.dtype)
 
     def to_host(self) -> np.ndarray:
-        """Returns a copy on the host."""
         runtime, host = _runtime(), np.empty(self.shape, self.dtype)
         pinned, stream = runtime.pinned(self.nbytes), runtime.copies
         self.hold(stream)
@@ -181,3 +172,98 @@ def _runtime() -> Runtime:
     if runtime is None:
         raise errors.BackendError("[keras_dist] The runtime of the GPU is gone.")
     return runtime
+
+
+class Half:
+    """Pinned memory for a piece; results of two pieces are copied up at a time."""
+
+    def __init__(self, memory: np.ndarray, arrays: Sequence[DeviceArray]):
+        self.memory = memory
+        self.filled: Event | None = None  # after the copies down
+        self.free: Event | None = None  # after the copies up
+        self.arrays = list(arrays)  # kept while they are copied
+
+    def __del__(self) -> None:
+        # The GPU may still copy from and to the memory, which others get next.
+        with contextlib.suppress(Exception):  # of work that has failed
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the copies into and out of this memory, also of work that was given up."""
+        for event in (self.filled, self.free):
+            if event is not None:
+                event.wait()
+
+    def views(self, arrays: Sequence[DeviceArray]) -> list[np.ndarray]:
+        """Returns the places of arrays in this memory, as arrays."""
+        found, start = [], 0
+        for array in arrays:
+            flat = self.memory[start : start + array.nbytes].view(array.dtype)
+            found.append(flat.reshape(array.shape))
+            start += _aligned(array.nbytes)
+        return found
+
+
+class Staging:
+    """Copies arrays down to the host and results up again, for all that a process reduces.
+
+    Only pinned memory is used: for other memory the driver makes a second copy, and the host waits
+    for it.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self._runtime = runtime
+        self._rising: collections.deque[Half] = collections.deque()  # with copies up
+
+    def down(self, arrays: Sequence[DeviceArray]) -> Half:
+        """Starts to copy arrays into pinned memory, after the work that writes them.
+
+        Blocks while the results of the call before the last are copied up: their memory is next.
+        """
+        while len(self._rising) > 1:
+            with contextlib.suppress(IndexError):  # another thread has taken it
+                self._rising.popleft().wait()
+        nbytes = sum(_aligned(array.nbytes) for array in arrays)
+        half, stream = Half(self._runtime.pinned(nbytes), arrays), self._runtime.copies
+        for array, view in zip(arrays, half.views(arrays), strict=True):
+            array.hold(stream)
+            self._runtime.copy(view.ctypes.data, array.address, array.nbytes, stream)
+        half.filled = self._runtime.event(stream)
+        return half
+
+    def host_arrays(self, half: Half) -> list[np.ndarray]:
+        """Waits for the copies of `down`; returns the arrays in pinned memory."""
+        if half.filled is not None:
+            half.filled.wait()
+        return half.views(half.arrays)
+
+    def up(
+        self,
+        half: Half,
+        results: Sequence[np.ndarray],
+        views: Sequence[np.ndarray],
+        targets: Sequence[DeviceArray],
+    ) -> None:
+        """Starts to copy results, by way of the memory of `down`, into new arrays on the GPU."""
+        for result, view in zip(results, views, strict=True):
+            if result.ctypes.data != view.ctypes.data:
+                np.copyto(view, result)
+        stream = self._runtime.copies
+        half.arrays = list(targets)
+        for view, target in zip(half.views(targets), targets, strict=True):
+            target.hold(stream)
+            self._runtime.copy(target.address, view.ctypes.data, target.nbytes, stream)
+        half.free = self._runtime.event(stream)
+        for target in targets:
+            target.completion = half.free
+        self._rising.append(half)
+
+
+@functools.cache
+def staging_of(runtime: Runtime) -> Staging:
+    """Returns the staging of a GPU, whose memory all reductions share."""
+    return Staging(runtime)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

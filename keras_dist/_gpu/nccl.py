@@ -1,13 +1,14 @@
 """NCCL's functions: declarations, codes and errors. RCCL has the same."""
 
 import ctypes
+import dataclasses
 import functools
 from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._gpu.libraries import Table, find
+from keras_dist._gpu.runtime import Table, find, load_runtime
 
 OLDEST = 21400  # the first version whose calls can be made without blocking
 IN_PROGRESS = 7
@@ -33,6 +34,7 @@ DATA_TYPES = {
 }
 # Codes of reductions.
 REDUCTIONS = {"sum": 0, "product": 1, "max": 2, "min": 3, "average": 4}
+_selected = ""  # PCI bus id
 
 
 class UniqueId(ctypes.Structure):
@@ -44,12 +46,7 @@ class UniqueId(ctypes.Structure):
 class _Config(ctypes.Structure):
     """The options of a communicator, as of NCCL 2.14; later versions read its size."""
 
-    _fields_ = [
-        ("size", c_size_t),
-        ("magic", c_uint),
-        ("version", c_uint),
-        ("blocking", c_int),
-    ]
+    _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
 
 
 class NcclError(errors.BackendError):
@@ -136,7 +133,6 @@ class Nccl:
         self._check(self._start(), "the start of a group")
 
     def end(self) -> None:
-        """Launches the operations since `start`."""
         self._check(self._end(), "the launch of a group")
 
     def new_factor(self, factor: float, dtype: np.dtype, comm: int) -> int:
@@ -148,7 +144,6 @@ class Nccl:
         return op.value
 
     def free_factor(self, op: int, comm: int) -> None:
-        """Frees the result of `new_factor`."""
         self._check(self._free_factor(op, comm), "the end of a sum with a factor", comm)
 
     def allreduce(
@@ -209,3 +204,39 @@ def load_nccl() -> Nccl | str:
     if nccl.version() < OLDEST:
         return f"{table.path} is older than NCCL 2.14"
     return nccl
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuFacts:
+    """The GPU of a rank."""
+
+    bus_id: str = ""
+    version: int = 0
+    path: str = ""
+    reason: str = "it has no GPU"
+
+
+def facts_of(device: int | None) -> GpuFacts:
+    """Returns the facts about the GPU of this rank, and selects it for the engine."""
+    global _selected
+    _selected = ""
+    runtime = None if device is None else load_runtime(device)
+    if device is None:
+        return GpuFacts()
+    if runtime is None:
+        return GpuFacts(reason="there is neither CUDA's runtime nor HIP's")
+    if runtime.count() <= device:
+        return GpuFacts(reason=f"the driver shows {runtime.count()} GPUs")
+    try:  # an error here must not keep this rank from telling the others
+        _selected = runtime.bus_id(device)
+        nccl = load_nccl()
+        if not isinstance(nccl, Nccl):
+            return GpuFacts(_selected, reason=nccl)
+        return GpuFacts(_selected, nccl.version(), nccl.path, "")
+    except errors.BackendError as error:
+        return GpuFacts(reason=str(error))
+
+
+def selected_bus_id() -> str:
+    """Returns the PCI bus id of the GPU that this process has selected; empty if there is none."""
+    return _selected

@@ -53,7 +53,7 @@ class Collector:
         self._inquiries = _engine.Inquiries(
             comm.rank, self._post, lambda: of_this_rank(comm), self._note_reports, ANSWER_SECONDS
         )
-        self._patience = PATIENCE_SECONDS * max(1, _engine.rank_tree.height(comm.size - 1))
+        self._patience = PATIENCE_SECONDS * max(1, _engine.height(comm.size - 1))
         self._news = threading.Condition()
         self._wake, self._ends = threading.Event(), False
         name = "keras_dist collector"

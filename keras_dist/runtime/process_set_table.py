@@ -117,7 +117,7 @@ class ProcessSetTable:
         if process_set is global_process_set:
             return "ranks", self._ranks[GLOBAL]
         if process_set.mpi_comm is not None:
-            return "a communicator", _engine.subsets.ranks_of(self.job, process_set.mpi_comm)
+            return "a communicator", _engine.ranks_of(self.job, process_set.mpi_comm)
         return "ranks", process_set._ranks or ()
 
     def _check_new(self, requested: Sequence[Ranks]) -> None:
@@ -146,7 +146,7 @@ class ProcessSetTable:
         own = next((i for i, ranks in enumerate(group) if self.job.rank in ranks), None)
         # Only members create a communicator. All ranks create sets in the same order, so this
         # does not deadlock.
-        communicator = None if own is None else _engine.subsets.subset(self.job, group[own])
+        communicator = None if own is None else _engine.subset(self.job, group[own])
         process_set._bind(ids[own or 0], group[own or 0], self.job, communicator, tuple(ids))
         self._sets.append(process_set)
 

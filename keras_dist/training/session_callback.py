@@ -33,9 +33,7 @@ class SessionCallback(Member, keras.callbacks.Callback):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Patches Keras, once."""
         watch_models()
-        made = super().__new__(cls)
-        made.params = {}  # a list of callbacks in a user's loop may have none
-        return made
+        return super().__new__(cls)
 
     @property
     def session(self) -> FitSession:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from keras_dist._engine.rank_tree import branches
+from keras_dist._engine.sideband import branches
 
 ENDS = (
     "after `KERAS_DIST_STALL_SECONDS` (here 1) it is named, {}; at the limit (here 3) the job ends"

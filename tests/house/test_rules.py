@@ -95,17 +95,17 @@ LIBRARIES = {
 
 # The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
-    "arithmetic compression buckets gradient_sets messages pieces rounds rank_tree row_sums",
-    "signature silence result_memory inquiry",
-    "tracing options",
+    "arithmetic compression buckets gradient_sets",
+    "signature",
+    "tracing",
     "shm",
-    "mpi ordering",
-    "faults services",
+    "mpi ordering memory sideband",
+    "faults",
     "communicator",
     "recovery",
     "nccl",
     "collectives",
-    "files point_to_point subsets clocks tuning",
+    "files point_to_point tuning",
     "",
 ]
 

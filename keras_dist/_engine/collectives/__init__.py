@@ -5,17 +5,22 @@ from keras_dist._engine.collectives.adasum import adasum, check_power_of_two
 from keras_dist._engine.collectives.allgather import allgather
 from keras_dist._engine.collectives.allgather import grouped_allgather as _grouped_allgather
 from keras_dist._engine.collectives.allreduce import ListKey, allreduce
-from keras_dist._engine.collectives.alltoall import alltoall
-from keras_dist._engine.collectives.barrier import barrier
+from keras_dist._engine.collectives.broadcast import (
+    allgather_object,
+    broadcast_into,
+    broadcast_object,
+)
 from keras_dist._engine.collectives.broadcast import broadcast as _broadcast
-from keras_dist._engine.collectives.broadcast import broadcast_into
-from keras_dist._engine.collectives.comparison import compare_gradients
-from keras_dist._engine.collectives.device_rows import rows_through
-from keras_dist._engine.collectives.end_of_script import wait_for_end
-from keras_dist._engine.collectives.join import join_all
-from keras_dist._engine.collectives.objects import allgather_object, broadcast_object
-from keras_dist._engine.collectives.reducescatter import reducescatter as _reducescatter
-from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous_count, report_error
+from keras_dist._engine.collectives.join import compare_gradients, join_all, wait_for_end
+from keras_dist._engine.collectives.on_device import rows_through
+from keras_dist._engine.collectives.rendezvous import (
+    barrier,
+    raise_on_all,
+    rendezvous_count,
+    report_error,
+)
+from keras_dist._engine.collectives.rows import alltoall
+from keras_dist._engine.collectives.rows import reducescatter as _reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices as _reduce_slices
 
 __all__ = [

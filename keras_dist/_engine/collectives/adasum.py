@@ -15,13 +15,11 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.arithmetic import ReduceOp, check_dtype, scaled
-from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.rendezvous import rendezvous
+from keras_dist._engine.collectives.rendezvous import by_name, rendezvous
 from keras_dist._engine.collectives.rows import exchange_rows, gather_rows, row_bounds
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.options import OpOptions
-from keras_dist._engine.recovery.retry import retried
-from keras_dist._engine.signature import entries_of_arrays
+from keras_dist._engine.recovery import retried
+from keras_dist._engine.signature import OpOptions, entries_of_arrays
 from keras_dist._gpu import DeviceArray
 
 

@@ -1,15 +1,19 @@
-"""broadcast: the root's arrays on every rank."""
+"""broadcast: the root's arrays on every rank; objects of ranks, pickled.
 
+Only ranks of this job are ever unpickled.
+"""
+
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.collectives.matching import by_name
-from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
+from keras_dist._engine.collectives.rendezvous import by_name, raise_on_all, rendezvous
 from keras_dist._engine.collectives.rows import check_numbers
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.transfer import as_bytes, broadcast_bytes
-from keras_dist._engine.recovery.retry import retried
+from keras_dist._engine.recovery import retried
 from keras_dist._engine.signature import CollectiveSignature, entries_of_arrays
 
 
@@ -24,11 +28,7 @@ def broadcast(
     key: str | None = None,
     remedy: str = CollectiveSignature.remedy,
 ) -> list[np.ndarray]:
-    """Copies the root's arrays to every rank. Collective: every rank; blocks.
-
-    Args:
-        arrays: arrays of this rank; shapes and dtypes must agree.
-    """
+    """Copies the root's arrays to every rank. Collective: every rank; blocks."""
     with raise_on_all(comm, operation, key):
         source = comm.index_of_root(root)
         for name, array in zip(names, arrays, strict=True):
@@ -50,11 +50,7 @@ def broadcast_into(
     root: int,
     key: str | None = None,
 ) -> None:
-    """Writes the root's values into the arrays of every rank. Collective: every rank; blocks.
-
-    Args:
-        arrays: writeable arrays of this rank; shapes and dtypes must agree.
-    """
+    """Writes the root's values into the arrays of every rank. Collective: every rank; blocks."""
     received = _broadcast_into(comm, arrays, names, root, key)
     for array, buffer in zip(arrays, received, strict=True):
         if buffer is not array:
@@ -90,3 +86,30 @@ def _send(comm: Communicator, arrays: Sequence[np.ndarray], source: int) -> None
     if comm.size > 1:
         for array in arrays:
             broadcast_bytes(comm.world, as_bytes(array), source)
+
+
+@by_name
+@retried
+def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None = None) -> Any:
+    """Returns the root's object on every rank. Collective: every rank; blocks."""
+    with raise_on_all(comm, "broadcast_object", key):
+        source = comm.index_of_root(root)
+        payload = pickle.dumps(value) if comm.rank == source else b""
+    with comm.lock:
+        rendezvous(comm, CollectiveSignature("broadcast_object", root=int(root), key=key))
+        parts = comm.allgather_bytes(payload)
+    return value if comm.rank == source else pickle.loads(parts[source].tobytes())
+
+
+@by_name
+@retried
+def allgather_object(
+    comm: Communicator, value: Any, key: str | None = None, operation: str = "allgather_object"
+) -> list[Any]:
+    """Returns the objects of all ranks, in rank order. Collective: every rank; blocks."""
+    with raise_on_all(comm, operation, key):
+        payload = pickle.dumps(value)
+    with comm.lock:
+        rendezvous(comm, CollectiveSignature(operation, key=key))
+        parts = comm.allgather_bytes(payload)
+    return [pickle.loads(part.tobytes()) for part in parts]

@@ -6,18 +6,83 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, accumulator, is_own_accumulator
-from keras_dist._engine.buckets import Bucket, slice_bounds
-from keras_dist._engine.collectives.widening import Widening, widenings
+from keras_dist._engine.arithmetic import (
+    ReduceOp,
+    accumulator,
+    divide,
+    halves,
+    is_own_accumulator,
+    mean_of_halves,
+    needs_halves,
+)
+from keras_dist._engine.buckets import Bucket, Slot, aligned_array, slice_bounds
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
 from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, MAX_TRAVELLING_NBYTES, Legs, Payload
 from keras_dist._engine.mpi.reduction import SMALL_NBYTES, Combination, reduce_through_mpi
 from keras_dist._engine.mpi.transfer import wait
-from keras_dist._engine.shm.bucket_reduction import Finish
+from keras_dist._engine.shm.bucket_reduction import BucketReduction, Finish, Full, Sliced
 from keras_dist._engine.tracing import spans
 
 WHOLE_NBYTES = 64 * 1024  # of several ranks on each node: slices of larger buckets save bytes
+
+
+class Widening:
+    """A bucket, and the bucket of its sums, in a wider dtype.
+
+    A bucket that is widened is reduced between nodes as one of float32 is, in about 2 log2(nodes)
+    messages; one that is not is sent in pieces among all ranks.
+
+    Narrow floats are reduced in float32 and rounded once, at the end. Averages of integers are sums
+    of 64 bits that are divided at the end; a 64-bit integer is two halves, and no sum overflows.
+    """
+
+    def __init__(self, bucket: Bucket, op: ReduceOp):
+        self._narrow, dtype = bucket, accumulator(bucket.dtype, op)
+        self._is_halved = needs_halves(bucket.dtype, op)
+        #: whether `narrow` divides the sum; otherwise it is an average already
+        self.divides = op is ReduceOp.AVERAGE and dtype.kind in "iu"
+        count = bucket.count * (2 if self._is_halved else 1)
+        #: the bucket of sums: one flat array
+        self.bucket = Bucket(dtype, (Slot(0, (count,), 0, count),), count)
+        #: how many times more bytes it has
+        self.factor = self.bucket.nbytes / max(1, bucket.nbytes)
+
+    def widen(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Packs arrays into a new array in the dtype of the sums.
+
+        Returns:
+            Array of shape (bucket.count,).
+        """
+        with spans.phase("copy in"), np.errstate(all="ignore"):
+            flat = self._narrow.pack(arrays)
+            if self._is_halved:
+                return np.concatenate(halves(flat))
+            return flat.astype(self.bucket.dtype)
+
+    def narrow(self, total: np.ndarray, ranks: int) -> np.ndarray:
+        """Returns the result in the dtype of the narrow bucket."""
+        result = aligned_array(self._narrow.count, self._narrow.dtype)
+        with spans.phase("copy out"), np.errstate(all="ignore"):  # the caller judges overflow
+            if self._is_halved:
+                high, low = np.split(total, 2)
+                result[...] = mean_of_halves(high, low, ranks)
+            elif self.divides:
+                quotient = total.copy()
+                divide(quotient, ranks)
+                result[...] = quotient.astype(result.dtype)
+            else:
+                result[...] = total.astype(result.dtype)
+        return result
+
+
+def widenings(buckets: Sequence[Bucket], op: ReduceOp) -> dict[int, Widening]:
+    """Returns the widenings of the buckets that need a wider dtype, by number of the bucket."""
+    return {
+        number: Widening(bucket, op)
+        for number, bucket in enumerate(buckets)
+        if not is_own_accumulator(bucket.dtype, op)
+    }
 
 
 class CrossNodeReduction:
@@ -175,3 +240,34 @@ class CrossNodeReduction:
             compressor = self._compression if compressed else Compression.none
             self._wires[number] = wire_for(compressor, dtype, self._comm.where())
         return self._wires[number]
+
+
+def contribution(
+    bucket: Bucket,
+    arrays: Sequence[np.ndarray],
+    reduction: BucketReduction | None,
+    result: np.ndarray,
+) -> np.ndarray:
+    """Returns the whole sum of this node, in `result` or where it lies."""
+    if isinstance(reduction, Full):
+        reduction.reduce_published(result)
+    elif len(arrays) == 1 and arrays[0].flags.c_contiguous:
+        return arrays[0].reshape(-1)
+    else:
+        bucket.pack_into(result, arrays)
+    return result
+
+
+def slice_payload(cross_node: CrossNodeReduction, number: int, reduction: Sliced) -> Payload:
+    """Returns the slice of this rank as a payload."""
+
+    # It takes the payload: a reference to it would be a cycle.
+    def load(payload: Payload) -> np.ndarray | None:
+        payload.failure = payload.partial = None
+        try:
+            payload.partial, payload.result = reduction.reduce_published()
+        except Exception as error:  # ranks of all nodes wait for this slice
+            payload.failure = error
+        return payload.partial
+
+    return cross_node.payload(number, load, np.empty(0), reduction.count)

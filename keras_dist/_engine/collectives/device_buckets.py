@@ -8,14 +8,13 @@ of one bucket, like an earlier one, is launched at once: the ranks meet afterwar
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.arithmetic import scaled
-from keras_dist._engine.buckets import Bucket
-from keras_dist._engine.collectives.host_pieces import HostPieces
+from keras_dist._engine.arithmetic import ReduceOp, scaled
+from keras_dist._engine.collectives.host_buckets import HostBuckets
 from keras_dist._engine.collectives.joined_arrays import JoinedArrays
 from keras_dist._engine.collectives.nccl_launch import (
     is_known,
@@ -24,65 +23,80 @@ from keras_dist._engine.collectives.nccl_launch import (
     tell_all,
 )
 from keras_dist._engine.collectives.rendezvous import rendezvous
-from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression
-from keras_dist._engine.nccl.lifetime import nccl_of
 from keras_dist._engine.nccl.path import NCCL, is_defined, on_gpu, uses_nccl
-from keras_dist._engine.nccl.ranks import NcclRanks
-from keras_dist._engine.options import BucketOptions, OpOptions
-from keras_dist._engine.recovery.retry import retry
-from keras_dist._engine.signature import CollectiveSignature
+from keras_dist._engine.nccl.ranks import NcclRanks, nccl_of
+from keras_dist._engine.recovery import retry
+from keras_dist._engine.signature import BucketOptions, CollectiveSignature
 from keras_dist._gpu import DeviceArray, Half, Staging, load_runtime, staging_of
 
+PIECE_NBYTES = 4 * 2**20
 R = TypeVar("R")
 
 
-class _Reduction(Protocol):
-    """What this module needs of a `FusedAllreduce`."""
+class HostPieces:
+    """The pieces of a large bucket, of which each is a bucket of a plan on the host.
 
-    comm: Communicator
-    options: OpOptions
-    call: CollectiveSignature
-    buckets: tuple[Bucket, ...]
+    While the host reduces a piece, the GPU copies the next one down and the last one up.
 
-    def reduce_bucket(self, number: int, arrays: Any, lend: bool = True) -> list[Any]:
-        """Reduces the arrays of one bucket."""
+    Attributes:
+        comm: the ranks.
+    """
 
-    def reduce_among(self, flat: np.ndarray) -> np.ndarray:
-        """Reduces a bucket over the ranks that have not joined."""
+    def __init__(self, fused: Any, plan: BucketOptions, number: int):
+        bucket, self.comm = fused.buckets[number], fused.comm
+        step = max(1, PIECE_NBYTES // bucket.dtype.itemsize)
+        end = bucket.slots[-1].offset + bucket.slots[-1].count
+        self._bounds = [(start, min(start + step, end)) for start in range(0, end, step)]
+        if len(self._bounds) < 2 or fused.options.op is ReduceOp.ADASUM:  # of whole arrays
+            self._bounds = []
+            return
+        name = fused.call.entries[bucket.slots[0].index].name
+        how = dataclasses.replace(
+            plan,
+            bucket_nbytes=1,
+            first_nbytes=None,
+            groups=(),
+            overlaps=False,
+            counts_updates=plan.counts_updates and number == 0,
+            ranks=None,
+            pooled=True,
+        )
+        specs = [((stop - start,), bucket.dtype) for start, stop in self._bounds]
+        self._host = HostBuckets(
+            fused.comm, [name] * len(specs), specs, fused.options, how, fused.calls[number]
+        )
 
-    def postscale(self, ranks: int) -> float:
-        """Returns the factor of the results of a number of ranks."""
+    def count(self, arrays: Sequence[DeviceArray]) -> int:
+        """Returns the number of pieces of the array in which those of the bucket are joined.
 
-    def count(self, number: int) -> None:
-        """Counts an update where its first bucket is reduced."""
+        All arrays are one piece if the bucket is small, or if they are not joined.
+        """
+        return len(self._bounds) if self._bounds and len(arrays) == 1 else 1
 
+    def piece(self, number: int, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+        if self.count(arrays) == 1:
+            return list(arrays)
+        return [arrays[0].section(*self._bounds[number])]
 
-class _Calls(dict[int, CollectiveSignature]):
-    """The operations of the buckets, made when they are needed, with their digests."""
-
-    def __init__(self, fused: _Reduction):
-        super().__init__()
-        self._fused = fused
-
-    def __missing__(self, number: int) -> CollectiveSignature:
-        call = dataclasses.replace(self._fused.call, bucket=number, library=NCCL)
-        self[number] = call
-        return call
+    def reduce(self, piece: int, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return self._host.reduce_on_host(piece, arrays, lend=True)
 
 
 class DeviceBuckets:
     """The buckets of a plan, reduced in GPU memory."""
 
-    def __init__(self, fused: _Reduction, plan: BucketOptions):
+    def __init__(self, fused: Any, plan: BucketOptions):
         self._fused, self._plan = fused, plan
-        self._calls = _Calls(fused)
+        self._calls: dict[int, CollectiveSignature] = {}  # with their digests
         self._pieces: dict[int, HostPieces] = {}
         #: pinned memory that is being filled, by bucket and piece
         self._started: dict[tuple[int, int], Half] = {}
         self._failed: tuple[errors.RankError, int] | None = None  # a step, and its next bucket
 
-    def reduce_all(self, parts: Sequence[Sequence[DeviceArray]]) -> list[list[DeviceArray]]:
+    def reduce_all(
+        self, parts: Sequence[Sequence[DeviceArray]], reduce_bucket: Callable[..., list[Any]]
+    ) -> list[list[DeviceArray]]:
         """Reduces all buckets, each given as in `prepare`. Collective: every rank."""
         self._started.clear()  # of a step that has failed
         given = [self.prepare(number, part) for number, part in enumerate(parts)]
@@ -92,7 +106,7 @@ class DeviceBuckets:
                 for later in range(number, min(number + 2, len(given))):
                     if not self._uses_nccl(later):
                         self._start(later, 0, given[later].sources)
-            results.append(self._fused.reduce_bucket(number, arrays))
+            results.append(reduce_bucket(number, arrays))
         return results
 
     def prepare(self, number: int, arrays: Sequence[DeviceArray]) -> JoinedArrays:
@@ -100,7 +114,6 @@ class DeviceBuckets:
         return JoinedArrays(self._fused.buckets[number], arrays)
 
     def reduce(self, number: int, given: JoinedArrays, lend: bool) -> list[DeviceArray]:
-        """Reduces a bucket. Collective: every rank."""
         if not self._uses_nccl(number):
             return self._through_host(number, given, lend)
         self._fused.count(number)
@@ -108,6 +121,12 @@ class DeviceBuckets:
         work = functools.partial(self._by_nccl, number, given, kept)
         results = retry(self._fused.comm, work, lasting=lambda: list(kept) or None)
         return on_gpu(results, given.arrays)
+
+    def _call(self, number: int) -> CollectiveSignature:
+        if number not in self._calls:
+            call = dataclasses.replace(self._fused.call, bucket=number, library=NCCL)
+            self._calls[number] = call
+        return self._calls[number]
 
     def _uses_nccl(self, number: int) -> bool:
         fused, comm = self._fused, self._fused.comm
@@ -127,7 +146,7 @@ class DeviceBuckets:
         comm = self._fused.comm
         with comm.lock:
             self._raise_failure(number)
-            call, is_agreed = self._calls[number], self._is_agreed(number)
+            call, is_agreed = self._call(number), self._is_agreed(number)
             work = functools.partial(self._launch, number, given)
             if len(self._fused.buckets) == 1 and is_known(comm, call):
                 launched = launch_known(comm, call, work, self._plan.counts_updates)
@@ -192,7 +211,7 @@ class DeviceBuckets:
                 ranks.allreduce(source, target, code)
 
         outputs = dict.fromkeys((target, *targets))
-        ranks.launch(self._calls[number], (source, *inputs), list(outputs), group, copies)
+        ranks.launch(self._call(number), (source, *inputs), list(outputs), group, copies)
         return targets, kept
 
     def _tell_all(self, work: Callable[[], R]) -> R:
@@ -235,7 +254,7 @@ class DeviceBuckets:
                 if count > 1:
                     results = pieces.reduce(piece, host)
                 else:
-                    results = self._fused.reduce_bucket(number, given.unpacked(host), lend)
+                    results = self._fused.reduce_on_host(number, given.unpacked(host), lend)
                     views = given.unpacked(views)
                 staging.up(half, results, views, part)
             for target, last in zip(targets, part, strict=True):

@@ -2,22 +2,53 @@
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from keras_dist import errors
 from keras_dist._engine.arithmetic import check_dtype, check_factors
 from keras_dist._engine.collectives.device_buckets import DeviceBuckets
 from keras_dist._engine.collectives.host_buckets import HostBuckets
 from keras_dist._engine.collectives.joined_arrays import JoinedArrays
-from keras_dist._engine.collectives.weak_plan import WeakPlan
+from keras_dist._engine.collectives.rendezvous import report_error
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import repeat_update
 from keras_dist._engine.gradient_sets import UnlikeGradients
 from keras_dist._engine.nccl.path import are_on_device
-from keras_dist._engine.options import BucketOptions, OpOptions
 from keras_dist._engine.ordering.ticket import Handle
+from keras_dist._engine.signature import BucketOptions, OpOptions
+
+
+class WeakPlan:
+    """A function that returns a plan while it exists.
+
+    A framework may keep a graph, with its host functions, for the life of the process; a plan holds
+    shared memory. So graphs refer to a plan weakly, and it ends with its owner, such as an
+    optimizer.
+    """
+
+    def __init__(self, plan: Any, operation: str, ranks: Callable[[], Communicator]):
+        self._plan, self._operation, self._ranks = weakref.ref(plan), operation, ranks
+
+    def __call__(self) -> Any:
+        """Returns the plan. Collective if it has ended on this rank: every rank raises.
+
+        When a plan ends, which garbage collection decides, differs between ranks.
+        """
+        plan = self._plan()
+        if plan is not None:
+            return plan
+        comm = self._ranks()
+        error = errors.BackendError(
+            comm.where(),
+            f"{self._operation} by the optimizer or the variables of a compiled step",
+            "a step that outlives them",
+            "Keep the optimizer and the model while their step is used, or trace a new step.",
+        )
+        report_error(comm, self._operation, error)
+        raise error
 
 
 class FusedAllreduce(HostBuckets):
@@ -25,9 +56,6 @@ class FusedAllreduce(HostBuckets):
 
     The plan is made once, with the digests of its buckets. The ranks compare the digest of each
     bucket, so a rank with other arrays is found before data moves.
-
-    Args:
-        specs: shape and dtype of each array.
 
     Attributes:
         is_in_graph: whether a graph of a framework refers to it, see `WeakPlan`.
@@ -64,7 +92,7 @@ class FusedAllreduce(HostBuckets):
         """Reduces all buckets. Collective: every rank; blocks."""
         if parts and are_on_device(parts[0]):
             self._follow_ranks()
-            return self._on_device.reduce_all(parts)
+            return self._on_device.reduce_all(parts, self.reduce_bucket)
         results = []
         for number, (bucket, part) in enumerate(zip(self.buckets, parts, strict=True)):
             shapes = [slot.shape for slot in bucket.slots]

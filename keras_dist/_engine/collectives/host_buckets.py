@@ -9,21 +9,23 @@ import numpy as np
 from keras_dist._engine.arithmetic import ReduceOp, reduce_into, scaled
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.adasum import adasum
-from keras_dist._engine.collectives.cross_node import CrossNodeReduction
+from keras_dist._engine.collectives.cross_node import (
+    CrossNodeReduction,
+    Widening,
+    contribution,
+    slice_payload,
+)
 from keras_dist._engine.collectives.join import exchange_among
-from keras_dist._engine.collectives.payloads import contribution, slice_payload
 from keras_dist._engine.collectives.plan_memory import OwnMemory, PlanMemory, PooledMemory
 from keras_dist._engine.collectives.rendezvous import (
     rendezvous,
     rendezvous_for_payload,
     slice_error,
 )
-from keras_dist._engine.collectives.widening import Widening
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
 from keras_dist._engine.mpi.peers import Payload
-from keras_dist._engine.options import BucketOptions, OpOptions
-from keras_dist._engine.recovery.retry import retry
+from keras_dist._engine.recovery import retry
 from keras_dist._engine.shm.bucket_reduction import (
     SMALL_NBYTES,
     BucketReduction,
@@ -31,16 +33,18 @@ from keras_dist._engine.shm.bucket_reduction import (
     Sliced,
     SliceError,
 )
-from keras_dist._engine.signature import CollectiveSignature, Entry, entries_of
+from keras_dist._engine.signature import (
+    BucketOptions,
+    CollectiveSignature,
+    Entry,
+    OpOptions,
+    entries_of,
+)
 from keras_dist._engine.tracing import spans
 
 
 class HostBuckets:
-    """The buckets of a plan, with the memory in which the host reduces them.
-
-    Args:
-        specs: shape and dtype of each array.
-    """
+    """The buckets of a plan, with the memory in which the host reduces them."""
 
     def __init__(
         self,

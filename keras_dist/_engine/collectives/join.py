@@ -1,4 +1,4 @@
-"""join: a rank that is out of data takes part in the reductions that others still call."""
+"""Waits in several communicators at once: join, and the end of the script."""
 
 import contextlib
 import time
@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_dist import errors
-from keras_dist._engine.collectives.objects import exchange_or_raise
-from keras_dist._engine.collectives.refusals import RepeatRendezvous
-from keras_dist._engine.collectives.rendezvous import resolve_difference
+from keras_dist._engine.collectives.differences import RepeatRendezvous, resolve_difference
+from keras_dist._engine.collectives.rendezvous import exchange_or_raise, rendezvous
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.gradient_sets import COMPARISON, Form, GradientSet, UnlikeGradients
 from keras_dist._engine.mpi.digests import SPIN_SECONDS
-from keras_dist._engine.recovery.retry import retry
-from keras_dist._engine.recovery.ulfm import check_alive
-from keras_dist._engine.shm.wait import note, waiting
+from keras_dist._engine.recovery import check_alive, retried, retry
+from keras_dist._engine.shm.wait import AT_THE_END, blocked, note, waiting
 from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks
 from keras_dist._engine.tracing import spans
 
@@ -93,3 +92,52 @@ def _exchange(comm: Communicator, mine: Any) -> list[Any]:
     except errors.KerasDistError:
         comm.faults.joined = None  # the error ends it on all ranks
         raise
+
+
+def wait_for_end(comms: Sequence[Communicator]) -> None:
+    """Waits until every rank is at the end of its script, then closes services.
+
+    Collective: every rank; blocks. Ranks that still work may wait in any of the communicators, so
+    this rank waits in all at once. Queued operations run first. The stall watchdog reports this
+    wait but does not end the job while the other ranks may still be working.
+    """
+    for comm in comms:
+        comm.order.drain()
+    retry(comms[0], lambda: _wait(comms))
+    comms[0].close_services()
+
+
+def _wait(comms: Sequence[Communicator]) -> None:
+    call = CollectiveSignature(AT_THE_END)
+    note(comms[0].ranks, call)
+    with contextlib.ExitStack() as locks:
+        for comm in comms:
+            locks.enter_context(comm.lock)
+        locks.enter_context(spans.rendezvous(call))
+        locks.enter_context(blocked)
+        answers = {comm: comm.digests.start(call.digest) for comm in comms if comm.size > 1}
+        while answers:
+            comm, same = _next_answer(answers)
+            del answers[comm]
+            if not same:
+                resolve_difference(comm, call)
+
+
+@retried
+def compare_gradients(
+    comm: Communicator, gradients: GradientSet, remedy: str
+) -> tuple[Form | None, ...]:
+    """Returns the form of each gradient that any rank has.
+
+    Collective: every rank; blocks. Other ranks may start to reduce instead: they repeat their
+    rendezvous if they can reduce these gradients.
+    """
+    call = CollectiveSignature(COMPARISON, gradients=gradients, spares=True, remedy=remedy)
+    try:
+        with comm.lock:
+            rendezvous(comm, call)
+            if comm.faults.joined is not None:
+                exchange_among(comm, None)
+    except UnlikeGradients as found:
+        return found.forms
+    return gradients.forms

@@ -70,7 +70,6 @@ class JoinedArrays:
         return self.unpacked([array.to_host() for array in self.sources()])
 
     def targets(self) -> list[DeviceArray]:
-        """Returns new arrays like `sources`."""
         return [array.empty() for array in self.sources()]
 
     def unpacked(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -15,9 +15,8 @@ from keras_dist import errors
 from keras_dist._engine.collectives.rendezvous import rendezvous, report_error
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.gradient_sets import GradientSet
-from keras_dist._engine.nccl.lifetime import abandon, nccl_of
 from keras_dist._engine.nccl.path import NCCL
-from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks
+from keras_dist._engine.nccl.ranks import FailedElsewhere, NcclRanks, abandon, nccl_of
 from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._engine.tracing import spans
 
@@ -25,10 +24,7 @@ R = TypeVar("R")
 
 
 def launch_on_all(
-    comm: Communicator,
-    call: CollectiveSignature,
-    work: Callable[[NcclRanks], R],
-    ends: bool = True,
+    comm: Communicator, call: CollectiveSignature, work: Callable[[NcclRanks], R], ends: bool = True
 ) -> R:
     """Launches an operation by NCCL, after its rendezvous. Collective: every rank; blocks."""
     success = _success(call.operation, call.gradients, call.bucket) if ends else None

@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import check_sum
-from keras_dist._engine.collectives.matching import key_of
+from keras_dist._engine.arithmetic import ReduceOp, check_sum
+from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
-from keras_dist._engine.collectives.rendezvous import raise_on_all, rendezvous
+from keras_dist._engine.collectives.rendezvous import key_of, raise_on_all, rendezvous
 from keras_dist._engine.collectives.rows import check_rows, row_bounds
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.nccl.path import NCCL, are_on_device, is_defined, on_gpu, uses_nccl
 from keras_dist._engine.nccl.ranks import NcclRanks
-from keras_dist._engine.options import OpOptions
-from keras_dist._engine.recovery.retry import retry
-from keras_dist._engine.signature import CollectiveSignature, entries_of
+from keras_dist._engine.recovery import retry
+from keras_dist._engine.signature import CollectiveSignature, OpOptions, entries_of
 from keras_dist._gpu import DeviceArray
 
 
@@ -35,9 +34,8 @@ def through(on_host: Callable[..., Any], on_device: Callable[..., Any]) -> Calla
             return on_host(comm, arrays, *args, **kwargs)
         results = on_device(comm, arrays, *args, **kwargs) if uses_nccl(comm) else None
         if results is None:
-            copy = functools.partial(_copies_on_host, arrays)
-            key = key_among(arrays, *args, **kwargs)
-            host = tell_all(comm, on_host.__name__.lstrip("_"), copy, key)
+            operation, key = on_host.__name__.lstrip("_"), key_among(arrays, *args, **kwargs)
+            host = tell_all(comm, operation, lambda: [each.to_host() for each in arrays], key)
             results = on_host(comm, host, *args, **kwargs)
         return on_gpu(results, arrays)
 
@@ -76,10 +74,7 @@ def broadcast(
 
 
 def allgather(
-    comm: Communicator,
-    arrays: Sequence[DeviceArray],
-    names: Sequence[str],
-    key: str | None = None,
+    comm: Communicator, arrays: Sequence[DeviceArray], names: Sequence[str], key: str | None = None
 ) -> list[Any] | None:
     """Concatenates arrays of all ranks by NCCL. See `collectives.grouped_allgather`."""
     with raise_on_all(comm, "allgather", key):
@@ -123,10 +118,7 @@ def _gather(
 
 
 def reducescatter(
-    comm: Communicator,
-    arrays: Sequence[DeviceArray],
-    names: Sequence[str],
-    options: OpOptions,
+    comm: Communicator, arrays: Sequence[DeviceArray], names: Sequence[str], options: OpOptions
 ) -> list[Any] | None:
     """Reduces arrays and scatters their rows by NCCL. See `collectives.reducescatter`."""
     factor = options.prescale * options.postscale
@@ -162,10 +154,6 @@ def reducescatter(
     return _run(comm, call, check_and_launch)
 
 
-def _copies_on_host(arrays: Sequence[DeviceArray]) -> list[np.ndarray]:
-    return [array.to_host() for array in arrays]
-
-
 def _run(
     comm: Communicator, call: CollectiveSignature, launch: Callable[[], list[DeviceArray]]
 ) -> list[Any]:
@@ -183,3 +171,58 @@ def _run(
     if call.key is not None and comm.size > 1:
         return comm.order.run_by_name(lambda: retry(comm, work), call.key)
     return retry(comm, work)
+
+
+def rows_through(on_host: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `reduce_slices` for rows wherever they are.
+
+    Rows in GPU memory are gathered, not added up: a framework has a kernel for that.
+    """
+
+    def run(
+        comm: Communicator,
+        values: Any,
+        indices: Any,
+        name: str,
+        options: OpOptions,
+        notices: bool = False,
+    ) -> Any:
+        if not isinstance(values, DeviceArray):
+            return on_host(comm, values, indices, name, options, notices)
+        sums = options.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+        if uses_nccl(comm) and sums and is_defined(options.op, values.dtype, 1):
+            return retry(comm, lambda: _gather_rows(comm, values, indices, name, options, notices))
+
+        def copy() -> tuple[np.ndarray, np.ndarray]:
+            return values.to_host(), indices.to_host()
+
+        host = tell_all(comm, "sparse_allreduce", copy, options.key)
+        rows, numbers = on_host(comm, *host, name, options, notices)
+        return values.from_host(rows), indices.from_host(numbers), 1
+
+    return run
+
+
+def _gather_rows(
+    comm: Communicator,
+    values: DeviceArray,
+    indices: DeviceArray,
+    name: str,
+    options: OpOptions,
+    notices: bool,
+) -> tuple[Any, Any, int]:
+    names = [name, f"the indices of {name}"]
+    specs = [((-1, *values.shape[1:]), values.dtype), ((-1,), indices.dtype)]
+    entries = entries_of(names, specs)
+    call = options.signature("sparse_allreduce", entries=entries, spares=True, library=NCCL)
+    with comm.lock:
+        rendezvous(comm, call, notices)
+        if comm.faults.joined is not None:
+            parts = exchange_among(comm, (values.to_host(), indices.to_host()))
+            rows, numbers = (np.concatenate(each) for each in zip(*parts, strict=True))
+            found, count = [values.from_host(rows), indices.from_host(numbers)], len(parts)
+        else:
+            found, count = gather(comm, call, [values, indices]), comm.size
+            if comm.faults.retry is not None and found[0].completion is not None:
+                found[0].completion.wait()
+    return found[0], found[1], count if options.op is ReduceOp.AVERAGE else 1

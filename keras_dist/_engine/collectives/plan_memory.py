@@ -1,7 +1,6 @@
 """The memory of a plan: its own, as gradients have it, or the regions of single calls."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -10,42 +9,18 @@ from keras_dist._engine.collectives.cross_node import CrossNodeReduction
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
+from keras_dist._engine.memory import ResultMemory
 from keras_dist._engine.mpi.topology import first_error
-from keras_dist._engine.result_memory import ResultMemory
 from keras_dist._engine.shm.bucket_reduction import (
     RESULTS,
+    SMALL_NBYTES,
     BucketReduction,
     Full,
-    bucket_reduction,
+    Sliced,
 )
-from keras_dist._engine.shm.cow_mapping import PAGE
 from keras_dist._engine.shm.region import Region, result_count
+from keras_dist._engine.shm.segments import PAGE
 from keras_dist._engine.signature import CollectiveSignature
-
-
-class PlanMemory(Protocol):
-    """Where the buckets of a plan are reduced, and where their results lie."""
-
-    #: whether results may be lent
-    lends: bool
-
-    def is_ready(self, number: int) -> bool:
-        """Returns whether a bucket has shared memory; the same on all ranks."""
-
-    def reduction(self, number: int) -> BucketReduction | None:
-        """Returns the reduction of a bucket in shared memory; `None` if it goes through MPI.
-
-        Collective: if it is not ready, the ranks meet first, so that ranks that differ raise.
-        """
-
-    def ready_reduction(self, number: int) -> BucketReduction | None:
-        """Returns the reduction of a bucket, if it has shared memory. Not collective."""
-
-    def result(self, number: int) -> np.ndarray:
-        """Returns memory for a result of the caller's own."""
-
-    def release(self) -> None:
-        """Frees memory until the plan is used again; the same on all ranks."""
 
 
 class OwnMemory:
@@ -63,22 +38,30 @@ class OwnMemory:
         self.release()
 
     def release(self) -> None:
+        """Frees memory until the plan is used again; the same on all ranks."""
         self._reductions: dict[int, BucketReduction] | None = None
         buckets = self._cross_node.buckets
         self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in buckets]
 
     def is_ready(self, number: int) -> bool:
+        """Returns whether a bucket has shared memory; the same on all ranks."""
         return self._reductions is not None and number in self._reductions
 
     def reduction(self, number: int) -> BucketReduction | None:
+        """Returns the reduction of a bucket in shared memory; `None` if it goes through MPI.
+
+        Collective: if it is not ready, the ranks meet first, so that ranks that differ raise.
+        """
         if self._reductions is None:
             self._reductions = self._allocate()
         return self.ready_reduction(number)
 
     def ready_reduction(self, number: int) -> BucketReduction | None:
+        """Returns the reduction of a bucket, if it has shared memory. Not collective."""
         return (self._reductions or {}).get(number)
 
     def result(self, number: int) -> np.ndarray:
+        """Returns memory for a result of the caller's own."""
         return self._results[number].take()
 
     def _allocate(self) -> dict[int, BucketReduction] | None:
@@ -111,7 +94,9 @@ class PooledMemory:
     ):
         self._comm, self._first_call = comm, first_call
         self._buckets = cross_node.buckets
-        self._reductions = _reductions(comm, cross_node, _pooled_results)
+        self._reductions = _reductions(
+            comm, cross_node, lambda bucket: result_count(_pooled_capacity(bucket))
+        )
         self._bound: dict[int, Region] = {}
         self._most = max(map(len, comm.topology.nodes))
         self.lends = True
@@ -160,7 +145,9 @@ class PooledMemory:
         if comm.node is None or not _rendezvous(comm, self._first_call):
             return
         comm.regions.make_room(nbytes)
-        _forget_plans(comm)
+        # The views of earlier plans would keep the memory of dropped regions.
+        comm.fast_calls.clear()
+        comm.plans.clear()
         is_small, capacity = isinstance(reduction, Full), _pooled_capacity(self._buckets[number])
         size = reduction.region_nbytes(comm.node.size, capacity)
         segment, reason = comm.node.segment(size, private_view=reduction.is_shared)
@@ -172,18 +159,11 @@ class PooledMemory:
         comm.regions.add(Region(segment, 0, capacity, nbytes), is_small)
 
 
-def _pooled_results(bucket: Bucket) -> int:
-    return result_count(_pooled_capacity(bucket))
+PlanMemory = OwnMemory | PooledMemory
 
 
 def _pooled_capacity(bucket: Bucket) -> int:
     return aligned(size_class(bucket.nbytes), PAGE)
-
-
-def _forget_plans(comm: Communicator) -> None:
-    """Drops the plans of earlier calls, whose views would keep the memory of dropped regions."""
-    comm.fast_calls.clear()
-    comm.plans.clear()
 
 
 def _rendezvous(comm: Communicator, first_call: CollectiveSignature) -> bool:
@@ -208,10 +188,12 @@ def _reductions(
     op, slices, node = cross_node.op_on_node, comm.topology.slices, comm.node
     if node is None:
         return {}
-    whole = cross_node.whole_nbytes
-    made = {
-        n: bucket_reduction(node, bucket, op, slices, results(bucket), whole)
-        for n, bucket in enumerate(cross_node.buckets)
+    whole = SMALL_NBYTES if cross_node.whole_nbytes is None else cross_node.whole_nbytes
+    made: dict[int, BucketReduction] = {
+        number: Full(node, bucket, op)
+        if bucket.nbytes <= whole
+        else Sliced(node, bucket, op, slices, results(bucket))
+        for number, bucket in enumerate(cross_node.buckets)
     }
 
     def uses_it(number: int) -> bool:

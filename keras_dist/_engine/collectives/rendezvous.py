@@ -2,42 +2,28 @@
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import pickle
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from keras_dist import errors
 from keras_dist._engine.collectives import piggyback
-from keras_dist._engine.collectives.matching import by_name, match_names
-from keras_dist._engine.collectives.mismatch import mismatch
-from keras_dist._engine.collectives.refusals import RepeatRendezvous, resolve_refused
-from keras_dist._engine.collectives.unlike_gradients import settle_gradients
+from keras_dist._engine.collectives.differences import RepeatRendezvous, resolve_difference
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.faults.progress import describe_progress
-from keras_dist._engine.gradient_sets import UnlikeGradients
-from keras_dist._engine.messages import as_message
 from keras_dist._engine.mpi.peers import Payload
-from keras_dist._engine.nccl.lifetime import abandon, undoing
-from keras_dist._engine.ordering.queue import HeldNames
-from keras_dist._engine.recovery.retry import retried
-from keras_dist._engine.recovery.ulfm import check_alive
+from keras_dist._engine.mpi.transfer import as_message
+from keras_dist._engine.recovery import retried
 from keras_dist._engine.shm.wait import note
-from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks, difference
+from keras_dist._engine.signature import CollectiveSignature, entries_of_arrays
 from keras_dist._engine.tracing import spans
 
-SAME_STEPS = (
-    "Every rank must make the same calls and the same number of steps: share the data out "
-    "with keras_dist.data.shard, call keras_dist.join where data ends early, and let all ranks "
-    "stop and leave alike. An exception that the script catches is raised on all ranks by "
-    "keras_dist.raise_on_all."
-)
-UNDEFINED = (
-    "Ranks that are out of data take part in allreduce and sparse_allreduce alone, and not in "
-    "Adasum: call others when all ranks are out of data, or give all as many batches."
-)
 PAYLOAD_ALONE = b"payload follows."  # 16 bytes, as a digest
-ELSEWHERE = "not in fit, evaluate or predict"
+
+
+Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
 class _OfThread(threading.local):
@@ -54,24 +40,25 @@ def rendezvous(
     call: CollectiveSignature,
     notices: bool = False,
     payload: Payload | None = None,
-) -> bool:
+) -> None:
     """Waits for all ranks and checks that they call the same operation.
 
     Collective: every rank of `comm`; blocks. If some ranks have joined and the others agree,
     `comm.faults.joined` is set, and the operation runs without the ranks that have joined.
     """
     if comm.size == 1:
-        return False
+        return
     _of_thread.count += 1
     note(comm.ranks, call)
     while True:
         with contextlib.suppress(RepeatRendezvous):
-            return _rendezvous(comm, call, notices, payload)
+            _rendezvous(comm, call, notices, payload)
+            return
 
 
 def _rendezvous(
     comm: Communicator, call: CollectiveSignature, notices: bool, payload: Payload | None
-) -> bool:
+) -> None:
     if notices and piggyback.notice() is not None and comm.job is comm:
         call = dataclasses.replace(call, notice=piggyback.notice())
     if comm.order.refused:
@@ -81,13 +68,13 @@ def _rendezvous(
         call = dataclasses.replace(call, launched=launched, ahead=False)
     with spans.rendezvous(call, comm.digests.count + 1):
         same = comm.digests.compare(call.digest, payload)
-    holds = call.holds if same else resolve_difference(comm, _with_failure(comm, call, payload))
+    if not same:
+        resolve_difference(comm, _with_failure(comm, call, payload))
     if comm.nccl is not None:
         comm.nccl.agree()
     if same:
         for name in call.refused:  # the same on all ranks
             comm.order.forget_refused(name)
-    return holds
 
 
 def repeated_rendezvous(
@@ -153,6 +140,34 @@ def rendezvous_count() -> int:
     return _of_thread.count
 
 
+def by_name(operation: Operation) -> Operation:
+    """Makes ranks match an operation by its argument `key`, or by that of its `options`."""
+    key_among = key_of(operation)
+
+    @functools.wraps(operation)
+    def run(comm: Communicator, *args: Any, **kwargs: Any) -> Any:
+        key = key_among(*args, **kwargs)
+        if comm.size == 1:
+            return operation(comm, *args, **kwargs)
+        return comm.order.run_by_name(functools.partial(operation, comm, *args, **kwargs), key)
+
+    return cast(Operation, run)
+
+
+def key_of(operation: Callable[..., Any]) -> Callable[..., str | None]:
+    """Returns a function that finds the user's name among the arguments of an operation."""
+    parameters = list(inspect.signature(operation).parameters)
+    holder = "options" if "options" in parameters else "key"
+    index = parameters.index(holder) - 1
+
+    def find(*args: Any, **kwargs: Any) -> str | None:
+        found = args[index] if len(args) > index else kwargs.get(holder)
+        key: str | None = found.key if found is not None and holder == "options" else found
+        return key
+
+    return find
+
+
 class raise_on_all:  # a class, since a generator takes three times as long
     """Context manager that raises an error in the arguments of this rank on every rank.
 
@@ -198,98 +213,35 @@ def _unreadable(comm: Communicator, operation: str, error: Exception) -> errors.
     return errors.ArgumentError(comm.where(), expected, received, remedy)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arrival:
-    """What a rank brings to the exchange after digests differed."""
-
-    call: CollectiveSignature
-    progress: str
-    held: HeldNames
-
-
-def resolve_difference(comm: Communicator, call: CollectiveSignature) -> bool:
-    """Finds out why the digests of the ranks differ.
-
-    Collective: every rank of `comm`, after digests that were not equal. Ranks that differ in
-    nothing but notices, held results or ranks that have joined continue.
-    """
-    mine = as_message(_Arrival(call, describe_progress(), comm.order.held_names()))
-    arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
-    check_alive(comm)
-    plain: dict[str, Any] = {"holds": False, "notice": None, "refused": ()}
-    calls = [dataclasses.replace(arrival.call, **plain) for arrival in arrivals]
-    with undoing(comm, calls):
-        _resolve(comm, call, calls, arrivals)
-    return any(arrival.call.holds for arrival in arrivals)
-
-
-def _resolve(
+@by_name
+@retried
+def barrier(
     comm: Communicator,
-    call: CollectiveSignature,
-    calls: list[CollectiveSignature],
-    arrivals: list[_Arrival],
+    key: str | None = None,
+    operation: str = "barrier",
+    arrays: Sequence[Any] = (),
+    names: Sequence[str] = (),
+    remedy: str = CollectiveSignature.remedy,
 ) -> None:
-    held = [arrival.held for arrival in arrivals]
-    resolve_refused(comm, [arrival.call for arrival in arrivals], held)
-    all_wait = match_names(comm, calls, held)
-    before, comm.faults.joined = comm.faults.joined, None  # an error ends it on all ranks
-    try:
-        failed = [other.error for other in (call, *calls) if other.error is not None]
-        if failed:
-            raise failed[0]
-        settle_gradients(comm, calls, call, before)
-        _check_equal(comm, calls, [arrival.progress for arrival in arrivals], all_wait)
-        joined = _joined_ranks(comm, calls, before)
-    except (errors.KerasDistError, UnlikeGradients, RepeatRendezvous) as error:
-        if any(other.launched for other in calls):
-            abandon(comm, error)
-        awaited = all_wait or any(each.is_awaited for each in held)
-        if awaited and isinstance(error, errors.KerasDistError):
-            error.is_shared = True
-            comm.order.end_waits(error, of_all=all_wait)
-        raise
-    piggyback.deliver([arrival.call.notice for arrival in arrivals])
-    comm.faults.joined = joined
-    if comm.faults.joined and comm.faults.on_missing and call.operation != JOINED:
-        comm.faults.on_missing()
+    """Waits for all ranks. Collective: every rank, for the same `operation`; blocks.
 
-
-def _check_equal(
-    comm: Communicator, calls: list[CollectiveSignature], progress: list[str], all_wait: bool
-) -> None:
-    """Checks that the ranks which have not joined call the same operation.
-
-    If all wait, ranks that do not take part in the operations of others have to call it too.
+    Args:
+        arrays: arrays whose shapes and dtypes must agree, before some of them are used.
     """
-    here = [
-        index
-        for index, other in enumerate(calls)
-        if other.operation != JOINED or (all_wait and not other.takes_named)
-    ]
-    first = calls[here[0]]
-    found = difference([calls[index] for index in here], [comm.ranks[index] for index in here])
-    if found is None:
-        return
-    rank, expected, received = found
-    index = comm.ranks.index(rank)
-    remedy = first.remedy if calls[index].operation == first.operation else SAME_STEPS
-    mine, other = progress[here[0]] or ELSEWHERE, progress[index] or ELSEWHERE
-    if mine != other:
-        remedy = f"Rank {comm.ranks[here[0]]} is {mine}, rank {rank} {other}. {remedy}"
-    raise mismatch(comm, rank, expected, received, remedy)
+    entries = entries_of_arrays(names, arrays)
+    with comm.lock:
+        rendezvous(comm, CollectiveSignature(operation, entries, key=key, remedy=remedy))
 
 
-def _joined_ranks(
-    comm: Communicator, calls: list[CollectiveSignature], before: JoinedRanks | None
-) -> JoinedRanks | None:
-    """Returns which ranks have joined; checks that the operation is defined without them."""
-    here = tuple(index for index, other in enumerate(calls) if other.operation != JOINED)
-    joined = tuple(index for index in range(comm.size) if index not in here)
-    if not joined:
-        return None
-    first = calls[here[0]]
-    if not first.spares:
-        ranks = ", ".join(str(comm.ranks[index]) for index in joined)
-        expected = f"reductions alone while ranks {ranks} are out of data and have joined"
-        raise mismatch(comm, comm.ranks[here[0]], expected, str(first), UNDEFINED)
-    return JoinedRanks(before.first_out if before else joined, here)
+def exchange_or_raise(comm: Communicator, found: Any) -> list[Any]:
+    """Returns the objects of all ranks, in rank order, or raises the error of one of them.
+
+    For checks of data that may fail on one rank alone: all ranks raise, and none waits for
+    another. Collective: every rank, after a rendezvous; blocks.
+    """
+    parts = comm.allgather_bytes(as_message(found))
+    objects = [pickle.loads(part.tobytes()) for part in parts]
+    for each in objects:
+        if isinstance(each, errors.KerasDistError):
+            raise each
+    return objects

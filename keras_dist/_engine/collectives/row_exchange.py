@@ -16,7 +16,7 @@ from keras_dist._engine.buckets import aligned
 from keras_dist._engine.collectives.rows import gather_rows
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.topology import first_error
-from keras_dist._engine.mpi.transfer import allgather_in_place, wait
+from keras_dist._engine.mpi.transfer import allgather_parts, wait
 from keras_dist._engine.tracing import spans
 
 DONE = b"rows are ready.."  # 16 bytes, as a digest
@@ -37,11 +37,9 @@ class Rows:
     write: Callable[[np.ndarray], None]
 
     def __len__(self) -> int:
-        """Returns the number of rows."""
         return len(self.numbers)
 
     def array(self) -> np.ndarray:
-        """Returns the rows as a new array."""
         rows = np.empty((len(self), self.width), self.dtype)
         self.write(rows)
         return rows
@@ -158,6 +156,6 @@ def _cross_nodes(
                 ]
                 bounds.append((cuts[0], cuts[1]))
             flat = array.reshape(-1).view(np.uint8)
-            allgather_in_place(topology.across, flat, bounds, comm.mpi.IN_PLACE)
+            allgather_parts(topology.across, comm.mpi.IN_PLACE, flat, bounds)
         wait(answer)
     return bool(everywhere[0])

@@ -7,16 +7,34 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from keras_dist import errors
 from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.shm.wait import waits
+from keras_dist._engine.sideband import Ranks
 
 MAX_STACKS = 16_000  # characters from one rank
 MAX_NAMED = 16  # ranks
 
-Ranks = tuple[int, ...]
+
+def lost(where: str, ranks: Sequence[int]) -> errors.RankLostError:
+    """Returns the error of a rank that has seen other ranks die."""
+    return errors.RankLostError(
+        where,
+        "all ranks to come",
+        f"{have(ranks)} died",
+        "See its last output, the system log (out of memory) or the log of the batch system. "
+        "KERAS_DIST_ON_FAILURE=continue continues without it.",
+    )
+
+
+def have(ranks: Sequence[int]) -> str:
+    """Returns the subject of a sentence on ranks, such as `rank 1 has`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {', '.join(map(str, ranks))} have"
 
 
 @dataclasses.dataclass(frozen=True)

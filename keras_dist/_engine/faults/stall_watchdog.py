@@ -18,21 +18,26 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from keras_dist._engine.faults.alarms import ALARM, CONFIRMATION, Alarms
 from keras_dist._engine.faults.rank_state import (
     MAX_NAMED,
-    Ranks,
     RankState,
     current_state,
     describe_operation,
     format_rank_list,
     is_stopped,
 )
-from keras_dist._engine.inquiry import Inquiries, Inquiry
 from keras_dist._engine.mpi.library import failed_process
-from keras_dist._engine.mpi.mailbox import Mailbox
 from keras_dist._engine.shm.segments import clean_up
 from keras_dist._engine.shm.wait import AT_THE_END, waits
+from keras_dist._engine.sideband import (
+    ALARM,
+    CONFIRMATION,
+    Alarms,
+    Inquiries,
+    Inquiry,
+    Mailbox,
+    Ranks,
+)
 
 MAX_IDLE_SECONDS = 5.0  # between checks, while no rank waits for long
 BUSY_SECONDS = 0.05  # between checks, during an alarm
@@ -58,7 +63,6 @@ class _Case:
 
     @property
     def states(self) -> Mapping[int, RankState]:
-        """The states of the ranks that have answered."""
         return {} if self.inquiry is None else self.inquiry.found
 
 

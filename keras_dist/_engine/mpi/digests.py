@@ -7,19 +7,47 @@ exchanges a slice of a bucket with its peers, the ranks of a node meet again whe
 arrived.
 """
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
 
 from keras_dist._engine.mpi.peers import Payload, Peers
 from keras_dist._engine.mpi.topology import Topology
 from keras_dist._engine.shm.node import Node
-from keras_dist._engine.shm.wait import waiting
+from keras_dist._engine.shm.wait import noted, waiting
 
 SPIN_SECONDS = 100e-6  # polls of several communicators or of one peer: this long before they sleep
 POLL_SECONDS = 1e-3  # polls of other nodes
 NAP_SECONDS = 50e-6
 SAME, DIFFERENT = b"digests agree ..", b"digests differ ."  # 16 bytes, as a digest
+
+
+HELLO = 1  # MPI tag; messages of collectives have tag 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """What one of two ranks tells the other."""
+
+    rank: int
+    call: Any
+    dtype: np.dtype | None = None
+    goes: bool = True
+
+
+def decline(world: Any, rank: int) -> None:
+    """Declines the greetings of ranks that wait for this one in `send` or `recv`.
+
+    A rank that has come to a rendezvous of all ranks declines: one that waits for it cannot come to
+    the rendezvous, so neither would ever continue.
+    """
+    while (message := world.improbe(tag=HELLO)) is not None:
+        hello = message.recv()
+        world.send(Hello(rank, str(noted()), goes=False), hello.rank, HELLO)
 
 
 class DigestExchange:
@@ -44,9 +72,6 @@ class DigestExchange:
         """Waits for all ranks and returns whether all brought the same digest. Collective; blocks.
 
         A rank polls for a while and then sleeps, so that a rank that still computes gets the core.
-
-        Args:
-            digest: 16 bytes.
         """
         self.count += 1
         node = self._node
@@ -76,9 +101,6 @@ class DigestExchange:
 
     def start(self, digest: bytes) -> Callable[[], bool | None]:
         """Starts `compare` without waiting. Collective.
-
-        Args:
-            digest: 16 bytes.
 
         Returns:
             Function that returns the answer of `compare`, or `None` while a rank is missing.

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import re
 import sys
 from pathlib import Path
@@ -115,3 +116,29 @@ def is_communicator(value: Any) -> bool:
     """Returns whether a value is an mpi4py communicator, without an import of mpi4py."""
     module = sys.modules.get("mpi4py.MPI")
     return module is not None and isinstance(value, module.Comm)
+
+
+def orders_stores() -> bool:
+    """Returns whether other cores see the stores of a core in their order."""
+    return platform.machine() == "x86_64"
+
+
+class MemoryFence:
+    """A full memory fence: accesses before a call take place before those after it.
+
+    Python has none. `MPI_Win_sync` is one: the MPI standard defines it as the memory barrier of
+    programs that share memory. The window belongs to this process alone. It is one of shared
+    memory, since the libraries use no fence for others.
+    """
+
+    def __init__(self, mpi: Any):
+        self._window = mpi.Win.Allocate_shared(1, comm=mpi.COMM_SELF)
+        self._window.Lock_all()  # MPI_Win_sync is allowed in an epoch only
+        self._sync = self._window.Sync
+
+    def __call__(self) -> None:
+        self._sync()
+
+    def free(self) -> None:
+        self._window.Unlock_all()
+        self._window.Free()

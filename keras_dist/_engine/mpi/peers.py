@@ -1,6 +1,6 @@
 """The exchange of digests with other nodes, and of the numbers of a bucket with them.
 
-Nodes exchange in rounds, see `keras_dist._engine.rounds`: a message says what the sender brings,
+Nodes exchange in rounds, see `keras_dist._engine.mpi.peers`: a message says what the sender brings,
 and whether all that it has heard of bring the same. Numbers follow in the same message. They are
 combined only where the digests are equal, and sent back only after all nodes have been heard. If
 several ranks of a node take part, each exchanges a slice with its peers.
@@ -9,15 +9,14 @@ several ranks of a node take part, each exchanges a slice with its peers.
 import dataclasses
 import os
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, combine_into, divide
+from keras_dist._engine.arithmetic import ReduceOp, combine_into, divide, silencer
 from keras_dist._engine.buckets import ALIGNMENT, aligned_array
-from keras_dist._engine.rounds import Exchange, doubling, halving
-from keras_dist._engine.silence import silencer
 
+T = TypeVar("T")
 MAX_PAYLOAD_NBYTES = 64 * 1024  # for larger buckets the number of bytes counts, not of messages
 MAX_TRAVELLING_NBYTES = 4 * 2**20  # of any bucket that travels; the memory of a message
 EAGER_NBYTES = 32 * 1024  # MPI libraries ask the receiver before they send much more
@@ -28,6 +27,102 @@ DIGEST_NBYTES = 16
 DIFFERENT, SAME, COMPLETE = 0, 1, 2
 SPINS = 32  # polls before the first yield
 BYTE = np.dtype(np.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One exchange of a node with another."""
+
+    peer: int
+    sends: bool
+    receives: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One exchange of parts of an array with another node."""
+
+    peer: int
+    sent: slice | None
+    received: slice | None
+
+    @property
+    def reverse(self) -> "Exchange":
+        """The exchange that returns what this one has sent and received."""
+        return Exchange(self.peer, self.received, self.sent)
+
+
+def rounds(index: int, count: int) -> list[Round]:
+    """Returns the rounds of a node: who exchanges with whom until every node has heard from all.
+
+    Of n nodes, p take part in every round, where p is the largest power of two up to n. Each of the
+    others first sends to its neighbour, and receives the result at the end. A node exchanges at
+    most log2(p) + 2 times.
+
+    Neighbours exchange first: in `halving` the first messages are the largest, and neighbours tend
+    to be connected to the same switch. The order of a sum over nodes follows the rounds, whichever
+    algorithm computes it, so its bits do not depend on the size of an array.
+    """
+    whole = _power_of_two(count)
+    folded = count - whole  # pairs of neighbours of which one takes part in every round
+    is_paired = index < 2 * folded
+    if is_paired and index % 2:
+        return [Round(index - 1, True, False), Round(index - 1, False, True)]
+    place = index // 2 if is_paired else index - folded
+    distances = [2**step for step in range(whole.bit_length() - 1)]
+    others = [place ^ distance for distance in distances]
+    plan = [Round(2 * p if p < folded else p + folded, True, True) for p in others]
+    if is_paired:
+        plan = [Round(index + 1, False, True), *plan, Round(index + 1, True, False)]
+    return plan
+
+
+def doubling(index: int, count: int, size: int) -> tuple[list[Exchange], list[Exchange]]:
+    """Returns the exchanges of whole arrays, in the order of the rounds."""
+    whole = slice(0, size)
+    plan = [
+        Exchange(step.peer, whole if step.sends else None, whole if step.receives else None)
+        for step in rounds(index, count)
+    ]
+    is_folded = bool(plan) and (plan[0].sent is None or plan[0].received is None)
+    return (plan[:-1], plan[-1:]) if is_folded else (plan, [])
+
+
+def halving(index: int, count: int, size: int) -> list[Exchange]:
+    """Returns the exchanges by which nodes halve an array until each has one segment of it.
+
+    After an exchange a node combines what it has received with its own elements. At the end it has
+    the result of the elements it received last. The same exchanges in reverse, with what is sent
+    and what is received swapped, give every node the whole result.
+    """
+    mine = slice(0, size)
+    plan = []
+    for step in rounds(index, count):
+        if step.sends and step.receives:
+            middle = (mine.start + mine.stop) // 2
+            lower, upper = slice(mine.start, middle), slice(middle, mine.stop)
+            mine, given = (lower, upper) if index < step.peer else (upper, lower)
+            plan.append(Exchange(step.peer, given, mine))
+        elif not plan:
+            sent, received = (mine, None) if step.sends else (None, mine)
+            plan.append(Exchange(step.peer, sent, received))
+    return plan
+
+
+def combine_rows(rows: Sequence[T], combine: Callable[[T, T], T]) -> tuple[T, T]:
+    """Combines the contributions of all nodes, but for the last combination."""
+    rest = list(rows)
+    while len(rest) > 2:
+        whole = _power_of_two(len(rest))
+        paired = 2 * (len(rest) - whole) or len(rest)
+        pairs = zip(rest[:paired:2], rest[1:paired:2], strict=True)
+        rest = [combine(low, high) for low, high in pairs] + rest[paired:]
+    return rest[0], rest[1]
+
+
+def _power_of_two(count: int) -> int:
+    """Returns the largest power of two up to a number."""
+    return 1 << (count.bit_length() - 1)
 
 
 class _Leg:
@@ -121,11 +216,7 @@ class Peers:
     def compare(
         self, digest: bytes, same: bool, payload: Payload | None = None
     ) -> Generator[None, None, bool]:
-        """Compares digests. Collective; yields while a message is missing.
-
-        Args:
-            digest: 16 bytes.
-        """
+        """Compares digests. Collective; yields while a message is missing."""
         # A rank without legs has no peers, and never comes here.
         legs = self._digests if payload is None or payload.legs is None else payload.legs
         mine = payload.load(payload) if payload is not None and same else None

@@ -7,6 +7,7 @@ every contribution is compressed, and every rank takes the result from its wire 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +21,19 @@ from keras_dist._engine.arithmetic import (
     is_own_accumulator,
     reduce_into,
 )
+from keras_dist._engine.buckets import ALIGNMENT
 from keras_dist._engine.compression import Wire
 from keras_dist._engine.mpi import transfer
-from keras_dist._engine.mpi.halving import reduce_by_halves
-from keras_dist._engine.mpi.links import Links
+from keras_dist._engine.mpi.peers import Exchange, combine_rows, halving
+from keras_dist._engine.mpi.topology import Links
 from keras_dist._engine.mpi.transfer import as_bytes, wait
-from keras_dist._engine.pieces import Pieces, piece_nbytes
-from keras_dist._engine.rounds import combine_rows
 from keras_dist._engine.shm.wait import blocked
 
+# Bytes of a piece from one rank to another: at most, from all ranks together, and at least.
+PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**23, 3 * 2**23, 2**16
+# Of slow links: how many a segment has, and their size in bytes, at least and at most.
+SLOW_PIECES, SLOW_NBYTES = 4, (2**20, 2**21)
+HALF = 5  # MPI tag
 # Up to here every rank reduces everything: one message instead of two.
 SMALL_NBYTES = 32 * 1024
 WINDOW = 2  # pieces of each segment that are under way: one travels while another is reduced
@@ -41,6 +46,82 @@ _MPI_OPS = {
     ReduceOp.MAX: "MAX",
     ReduceOp.PRODUCT: "PROD",
 }
+
+
+def piece_nbytes(ranks: int, nbytes: int, links_are_slow: bool = False) -> int:
+    """Returns the size in bytes of a piece.
+
+    A segment has as few pieces as their memory allows, of equal size: where a host shares its cores
+    with the network, messages that overlap with the arithmetic took longer. Where ranks wait for
+    slow links, pieces are smaller, and the arithmetic overlaps. Of many ranks, pieces are smaller,
+    but not so small that their number would count more than their size.
+    """
+    most = min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
+    segment = -(-nbytes // ranks)
+    if links_are_slow:
+        least, longest = SLOW_NBYTES
+        most = min(most, longest, max(least, -(-segment // SLOW_PIECES)))
+    size = -(-segment // max(1, -(-segment // most)))
+    return max(SMALLEST_NBYTES, size + -size % ALIGNMENT)
+
+
+class Pieces:
+    """The pieces of a reduction, as one rank sees them.
+
+    Attributes:
+        count: number of pieces of a segment; the last one may be empty on some ranks.
+        receivers: ranks in the order in which this rank sends to them: each rank sends to another
+            one at a time, so that none receives from all at once.
+        senders: ranks in the order in which messages for this rank arrive.
+    """
+
+    def __init__(self, rank: int, ranks: int, size: int, step: int):
+        self._rank, self._step = rank, step
+        self._bounds = [size * other // ranks for other in range(ranks + 1)]
+        longest = max(high - low for low, high in itertools.pairwise(self._bounds))
+        self.count = -(-longest // step)
+        self.receivers = [(rank + shift) % ranks for shift in range(1, ranks)]
+        self.senders = self.receivers[::-1]
+
+    def part(self, number: int, rank: int | None = None) -> slice:
+        """Returns the elements of a piece; none after the end of the segment."""
+        rank = self._rank if rank is None else rank
+        low = min(self._bounds[rank] + number * self._step, self._bounds[rank + 1])
+        return slice(low, min(low + self._step, self._bounds[rank + 1]))
+
+
+def reduce_by_halves(world: Any, target: np.ndarray, op: ReduceOp, divisor: int) -> None:
+    """Reduces a flat array over the ranks, in place. Collective: every rank of `world`; blocks.
+
+    In each round two nodes exchange halves of what they still reduce, until each has one segment;
+    then the results take the same way back: about 2 log2(nodes) messages.
+    """
+    rank = world.Get_rank()
+    plan = halving(rank, world.Get_size(), target.size)
+    theirs = np.empty_like(target)
+    for step in plan:
+        _exchange(world, step, target, theirs)
+        if step.received is not None:
+            left, right = target[step.received], theirs[step.received]
+            if rank > step.peer:
+                left, right = right, left
+            combine(left, right, op, target[step.received])
+    reduced = plan[-1].received
+    if divisor > 1 and reduced is not None:
+        divide(target[reduced], divisor)
+    for step in reversed(plan):
+        _exchange(world, step.reverse, target, target)
+
+
+def _exchange(world: Any, step: Exchange, source: np.ndarray, target: np.ndarray) -> None:
+    """Sends elements of one array, and receives elements of another, as far as the step does."""
+    requests = []
+    if step.received is not None:
+        requests.append(world.Irecv(as_bytes(target[step.received]), step.peer, HALF))
+    if step.sent is not None:
+        requests.append(world.Isend(as_bytes(source[step.sent]), step.peer, HALF))
+    for request in requests:
+        wait(request)
 
 
 @dataclasses.dataclass(frozen=True)

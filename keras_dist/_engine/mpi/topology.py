@@ -1,9 +1,25 @@
-"""The place of a rank: in the job, on its node, and among the nodes."""
+"""The place of a rank in the job, on its node and among the nodes, and the links between these."""
 
+import dataclasses
+import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from keras_dist._engine.shm.wait import blocked
+
+SEGMENT_NBYTES = 2**16  # of larger segments, pieces overlap with the arithmetic
+PAIR_NBYTES = 2**21  # of two nodes: their segments are the halves
+FOLDED_NBYTES = 256  # by node, if their number is no power of two
+PROBE = 8  # MPI tag
+SMALL_NBYTES, PROBES = 64, 5
+LARGE_NBYTES, LARGE_MESSAGES, LARGE_PROBES = 2**20, 2, 6  # of a node
+MIN_LARGE_NBYTES = 2**18  # of a rank
+# Bytes per second of a node: 2.7 Gbit/s. Nodes with slower links wait for them rather than for
+# their cores.
+SLOW = 340e6
 
 
 class Topology:
@@ -57,7 +73,6 @@ class Topology:
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all ranks are on one node."""
         return self.local_size == self.size
 
     @property
@@ -81,3 +96,76 @@ def first_error(comm: Any, error: str | None) -> str | None:
     """Returns the error of the first rank that has one, equal on all ranks. Collective."""
     found: Sequence[str | None] = allgather(comm, error)
     return next((text for text in found if text is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What the links between nodes can do.
+
+    Args:
+        halving_nbytes: size in bytes up to which nodes halve arrays recursively. Defaults to 0:
+            never.
+        rate: bytes per second of a node in each direction, in both at once. Defaults to infinity.
+    """
+
+    halving_nbytes: int = 0
+    rate: float = math.inf
+
+    @property
+    def are_slow(self) -> bool:
+        """Whether nodes wait for the links, so that pieces should hide the arithmetic."""
+        return self.rate < SLOW
+
+
+def common(every: Sequence[Links]) -> Links:
+    """Returns the links of a node."""
+    return Links(min(each.halving_nbytes for each in every), sum(each.rate for each in every))
+
+
+def measure_links(world: Any, mpi: Any, slices: int = 1) -> Links:
+    """Measures the links between nodes. Collective; blocks.
+
+    Takes some milliseconds, and the time in which a node of one to four ranks sends 12 MiB; a
+    larger one sends 3 MiB for each rank.
+    """
+    nodes = world.Get_size()
+    if nodes == 1:
+        return Links()
+    large_nbytes = max(LARGE_NBYTES // slices, MIN_LARGE_NBYTES)
+    with blocked:
+        small = _probe(world, mpi, 1, SMALL_NBYTES, PROBES)
+        large = _probe(world, mpi, LARGE_MESSAGES, large_nbytes, LARGE_PROBES)
+        seconds = np.array([max(0.0, large - small)])
+        world.Allreduce(mpi.IN_PLACE, seconds, mpi.MAX)
+    nbytes, longest = LARGE_MESSAGES * large_nbytes, float(seconds[0])
+    return Links(halving_nbytes(nodes), nbytes / longest if longest else math.inf)
+
+
+def _probe(world: Any, mpi: Any, count: int, nbytes: int, probes: int) -> float:
+    """Returns the seconds of exchanging messages with both neighbours, the best of some."""
+    rank, size = world.Get_rank(), world.Get_size()
+    sent, received = np.zeros(nbytes, np.uint8), np.empty((count, nbytes), np.uint8)
+    times = []
+    for _ in range(probes):
+        begin = mpi.Wtime()
+        requests = [world.Irecv(row, (rank - 1) % size, PROBE) for row in received]
+        requests += [world.Isend(sent, (rank + 1) % size, PROBE) for _ in range(count)]
+        for request in requests:
+            while not request.Test():
+                os.sched_yield()  # a nap would be measured
+        times.append(mpi.Wtime() - begin)
+    return min(times)
+
+
+def halving_nbytes(nodes: int) -> int:
+    """Returns the size in bytes up to which nodes halve arrays.
+
+    Halving exchanges about 2 log2(nodes) messages, and the first of them travel with the digests;
+    segments are exchanged by as many messages as there are nodes. Of two nodes both are halves.
+    A power of two nodes sends as many bytes either way, so it halves until segments are so large
+    that their pieces overlap with the arithmetic. Of other numbers, some nodes send and receive
+    whole arrays, so only the messages of many nodes take longer.
+    """
+    if nodes == 2:
+        return PAIR_NBYTES
+    return nodes * (SEGMENT_NBYTES if nodes & (nodes - 1) == 0 else FOLDED_NBYTES)

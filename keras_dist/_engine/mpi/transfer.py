@@ -4,7 +4,9 @@ Counts and displacements are an `int` before MPI 4, also for mpi4py over such a 
 2**31. Larger transfers go in chunks, each with an address of its own.
 """
 
+import io
 import itertools
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +18,27 @@ from keras_dist._engine.tracing import spans
 
 IDLE_POLL_SECONDS = 8e-6  # a longer poll has moved data, or has lost the core
 MAX_NBYTES = 2**30  # in one call: below 2**31, as libraries add up counts themselves
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles exceptions as their classes define it, whatever other packages register for them.
+
+    `tblib`, which Dask imports, registers a reducer that adds causes, contexts and tracebacks. An
+    error in an argument has any cause, also one that cannot be pickled, and other ranks need the
+    text alone.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, BaseException):
+            return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def as_message(value: Any) -> bytes:
+    """Returns an object pickled for other ranks, which read it with `pickle.loads`."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
@@ -42,41 +65,25 @@ def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
 
 
 def allgather_parts(
-    world: Any, mine: np.ndarray, everything: np.ndarray, counts: np.ndarray
+    world: Any, mine: Any, everything: np.ndarray, bounds: Sequence[tuple[int, int]]
 ) -> None:
     """Sends the bytes of every rank to all. Collective; blocks.
 
     Args:
-        mine: uint8 array, the bytes of this rank.
-        everything: uint8 array, written: the bytes of rank 0, then those of rank 1, and so on.
-        counts: number of bytes of each rank.
-    """
-    if everything.size <= MAX_NBYTES:
-        with blocked, spans.phase("transfer"):
-            world.Allgatherv(mine, [everything, counts, "B"])
-        return
-    for owner, part in enumerate(_parts(everything, counts)):
-        if owner == world.Get_rank():
-            part[...] = mine
-        broadcast_bytes(world, part, owner)
-
-
-def allgather_in_place(
-    world: Any, buffer: np.ndarray, bounds: Sequence[tuple[int, int]], in_place: Any
-) -> None:
-    """Sends a part of a buffer of every rank to all. Collective; blocks.
-
-    Args:
+        mine: uint8 array, the bytes of this rank; or MPI's `IN_PLACE`.
+        everything: uint8 array, written.
         bounds: start and end of the part of each rank, in bytes; equal on all ranks.
     """
-    if buffer.size <= MAX_NBYTES:
+    if everything.size <= MAX_NBYTES:
         starts = [low for low, _ in bounds]
         counts = [high - low for low, high in bounds]
         with blocked, spans.phase("transfer"):
-            world.Allgatherv(in_place, [buffer, counts, starts, "B"])
+            world.Allgatherv(mine, [everything, counts, starts, "B"])
         return
     for owner, (low, high) in enumerate(bounds):
-        broadcast_bytes(world, buffer[low:high], owner)
+        if owner == world.Get_rank() and isinstance(mine, np.ndarray):
+            everything[low:high] = mine
+        broadcast_bytes(world, everything[low:high], owner)
 
 
 def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: np.ndarray) -> None:

@@ -3,19 +3,20 @@
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.arithmetic import ReduceOp
-from keras_dist._engine.faults.rank_lost import lost
-from keras_dist._engine.messages import as_message
-from keras_dist._engine.mpi.mailbox import Mailbox
+from keras_dist._engine.faults.rank_state import lost
+from keras_dist._engine.mpi.transfer import as_message
 from keras_dist._engine.nccl.launches import Launch, LaunchWatch, poll
-from keras_dist._engine.recovery.ulfm import sees_dead_ranks
+from keras_dist._engine.recovery import sees_dead_ranks
 from keras_dist._engine.shm.wait import also_blocked, note
+from keras_dist._engine.sideband import Mailbox
+from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._gpu import (
     REDUCTIONS,
     DeviceArray,
@@ -308,3 +309,35 @@ class NcclRanks:
     def _lost(self) -> errors.RankLostError:
         where, remedy = self._comm.where(), "See the last output of the ranks."
         return errors.RankLostError(where, "all ranks to be alive", "a rank that has died", remedy)
+
+
+def nccl_of(comm: "Communicator") -> NcclRanks:
+    """Returns the ranks in NCCL; `connect` follows. Collective at the first call; blocks."""
+    if comm.nccl is None:
+        comm.nccl = NcclRanks(comm)
+    ranks: NcclRanks = comm.nccl
+    return ranks
+
+
+def abandon(comm: "Communicator", failure: Exception) -> None:
+    """Ends the operations on which the ranks have turned out not to agree. Collective; blocks."""
+    ranks, comm.nccl, comm.meets_once = comm.nccl, None, False
+    if ranks is not None:
+        ranks.give_up(failure)
+
+
+@contextlib.contextmanager
+def undoing(comm: "Communicator", calls: Sequence[CollectiveSignature]) -> Iterator[None]:
+    """Returns a context that abandons what was launched ahead, if ranks differ or it raises.
+
+    Collective: every rank, with the operations of all ranks; blocks.
+    """
+    is_ahead = any(call.ahead for call in calls)
+    try:
+        yield
+    except Exception as error:
+        if is_ahead:
+            abandon(comm, error)
+        raise
+    if is_ahead and any(call.digest != calls[0].digest for call in calls):
+        abandon(comm, errors.RankError(f"{comm.where()} Ranks are out of data."))

@@ -4,13 +4,32 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from keras_dist import errors
-from keras_dist._engine.ordering.pending import finish_pending
 from keras_dist._engine.ordering.queue import CollectiveQueue, HeldNames, names_without_queue
-from keras_dist._engine.ordering.ticket import Handle, NameInFlightError, in_flight
+from keras_dist._engine.ordering.ticket import Handle
 from keras_dist._engine.tracing import spans
 
+_waits: list[Callable[[], None]] = []
 R = TypeVar("R")
+
+
+def set_completion(wait: Callable[[], None]) -> None:
+    """Makes every collective call a function first, which waits for programs of a framework.
+
+    JAX returns from a compiled program while that still waits for its inputs. If the next call of
+    the script overtook the collectives of the program on one rank and not on another, the ranks
+    would exchange the wrong data, without an error where shapes are equal.
+    """
+    if wait not in _waits:
+        _waits.append(wait)
+
+
+def finish_pending() -> None:
+    """Waits for programs that this thread has started.
+
+    Do not call it while holding a lock that the programs may need.
+    """
+    for wait in _waits:
+        wait()
 
 
 class CollectiveOrder:
@@ -46,28 +65,21 @@ class CollectiveOrder:
         if self._job is not None:
             return self._job.queue(work, what)
         finish_pending()
-        try:
-            return self._make_queue().queue(spans.queued(work), what, name)
-        except NameInFlightError as refused:
-            raise self._in_flight(refused) from None
+        return self._make_queue().queue(spans.queued(work), what, name)
 
     def run_by_name(self, work: Callable[[], R], name: str | None) -> R:
         """Runs a collective that ranks match by its name. Collective: every rank; blocks."""
         if self._job is not None or (name is None and self._queue is None):
             return work()
         finish_pending()
-        try:
-            return self._make_queue().run(work, name)
-        except NameInFlightError as refused:
-            raise self._in_flight(refused) from None
+        return self._make_queue().run(work, name)
 
     @property
     def refused(self) -> frozenset[str]:
-        """Names of operations refused since the last rendezvous; see `refusals`."""
+        """Names of operations refused since the last rendezvous; see `resolve_refused`."""
         return self._queue.refused if self._queue is not None else frozenset()
 
     def forget_refused(self, name: str) -> None:
-        """Removes a name from `refused`."""
         if self._queue is not None:
             self._queue.forget_refused(name)
 
@@ -81,7 +93,6 @@ class CollectiveOrder:
             self._queue.end_waits(error, of_all)
 
     def finish(self) -> None:
-        """Waits until all queued operations have run; see `CollectiveQueue.finish`."""
         queue = (self._job or self)._queue
         if queue is not None:
             queue.finish()
@@ -94,7 +105,6 @@ class CollectiveOrder:
             queue.drain()
 
     def close(self) -> None:
-        """Drains the queue and ends its thread."""
         if self._queue is not None:
             self._queue.close()
 
@@ -102,8 +112,5 @@ class CollectiveOrder:
         if self._queue is None:
             with self._lock:  # two threads may come here; one makes the queue
                 if self._queue is None:
-                    self._lock = self._queue = CollectiveQueue(self._lock)
+                    self._lock = self._queue = CollectiveQueue(self._lock, self._where)
         return self._queue
-
-    def _in_flight(self, refused: NameInFlightError) -> errors.ArgumentError:
-        return errors.ArgumentError(in_flight(self._where(), str(refused)))

@@ -9,9 +9,8 @@ front. Timing decides when an operation runs, never before which other one.
 
 Named operations need no order, neither among themselves nor to those without a name: where the
 ranks find that the operations at the front differ, they agree on one that all hold and run it first
-(`Reordered`). Only one operation of a name is in
-flight at a time: another one is refused. The queue remembers the refusal until the first operation
-has ended and the ranks have met again.
+(`Reordered`). Only one operation of a name is in flight at a time: another one is refused.
+The queue remembers the refusal until the first operation has ended and the ranks have met again.
 """
 
 import collections
@@ -24,13 +23,7 @@ from typing import Any, TypeVar
 
 from keras_dist import errors
 from keras_dist._compat.python import is_foreign_thread, is_mine
-from keras_dist._engine.ordering.ticket import (
-    Handle,
-    NameInFlightError,
-    Reordered,
-    Ticket,
-    UnseenError,
-)
+from keras_dist._engine.ordering.ticket import Handle, Reordered, Ticket, UnseenError, in_flight
 from keras_dist._engine.shm.wait import nap_unless
 
 OWN = "keras_dist"  # prefix of the names of the package's own threads
@@ -54,8 +47,8 @@ class CollectiveQueue:
     It is reentrant within a collective.
     """
 
-    def __init__(self, lock: Any):
-        self._lock = lock
+    def __init__(self, lock: Any, where: Callable[[], str]):
+        self._lock, self._where = lock, where
         self._tickets: collections.deque[Ticket] = collections.deque()  # the first one runs
         self._changed = threading.Condition()
         self._failed: weakref.WeakSet[Handle] = weakref.WeakSet()
@@ -222,7 +215,7 @@ class CollectiveQueue:
         names = {other.name for other in self._tickets if not other.done()}
         if ticket.name is not None and ticket.name in names:
             self._refused_in_flight |= {ticket.name}
-            raise NameInFlightError(ticket.name)
+            raise in_flight(self._where(), ticket.name)
         self._tickets.append(ticket)
 
     def _wait_for_turn(self, ticket: Ticket) -> None:

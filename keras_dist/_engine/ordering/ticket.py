@@ -19,13 +19,9 @@ class Reordered(Exception):
         self.name = name
 
 
-class NameInFlightError(Exception):
-    """This rank called an operation while another one of the same name is in flight."""
-
-
-def in_flight(where: str, name: str) -> str:
-    """Returns the message of the `ArgumentError` for two operations of one name."""
-    return errors.explain(
+def in_flight(where: str, name: str) -> errors.ArgumentError:
+    """Returns the error of two operations of one name."""
+    return errors.ArgumentError(
         where,
         f"one operation named {name!r} at a time",
         "another one while the first is in flight",
@@ -44,7 +40,6 @@ class UnseenError:
         self._error: BaseException | None = None
 
     def set(self, error: BaseException) -> None:
-        """Sets the error."""
         self._error = error
 
     def check(self) -> None:

@@ -6,24 +6,22 @@ bucket each rank reduces a slice, in rank order, into a result that all ranks se
 
 Why the result can be read in place. There are several rows for results. A rank writes to the row of
 call t again in call t + 2 at the earliest, which it enters only after all ranks have met in call
-t + 1, where each said which results it still holds, see `result_rows` and `zero_copy`. A row that
+t + 1, where each said which results it still holds, see `ResultRows`. A row that
 one of them holds is not written. If all other rows are held, all ranks copy the result of call t
 and meet once more, before call t + 1 writes to the same row. A result that is read in place starts
 on a page.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp, reduce_each, reduce_into
 from keras_dist._engine.buckets import Bucket, BucketRange, aligned, aligned_array, slice_bounds
-from keras_dist._engine.shm.copy_in import CopyIn
-from keras_dist._engine.shm.cow_mapping import PAGE
 from keras_dist._engine.shm.node import Node
 from keras_dist._engine.shm.region import Region, held_nbytes
+from keras_dist._engine.shm.segments import PAGE
 from keras_dist._engine.tracing import spans
 
 SMALL_NBYTES = 128 * 1024  # up to here every rank reduces everything: one rendezvous, not two
@@ -39,74 +37,113 @@ READ = b"results are read"
 Finish = Callable[[np.ndarray, bool], bool]
 
 
+class CopyIn:
+    """Each rank copies the slices that others reduce into shared memory.
+
+    The first other contribution to a slice is written to the memory of its result and reduced in
+    place, the rest to extra rows. For two ranks that is half a copy each, and no rows.
+
+    All slices are copied before any is reduced. Copied and reduced in blocks that stay in cache,
+    they would cross the memory bus less often, but a core would fetch lines that another core has
+    just written, which took up to twice the time in a training step.
+    """
+
+    def __init__(self, node: Node, bucket: Bucket, bounds: Sequence[int], scratch: np.ndarray):
+        self._rank, self._size, self._scratch = node.rank, node.size, scratch
+        self._low = bounds[node.rank]
+        slices = enumerate(itertools.pairwise(bounds))
+        self._others = [
+            (owner, BucketRange(bucket, *ends)) for owner, ends in slices if owner != node.rank
+        ]
+        self._arrays: Sequence[np.ndarray] = ()
+
+    def bind(
+        self,
+        results: Sequence[np.ndarray],
+        rows: Sequence[np.ndarray],
+        chunks: Sequence[BucketRange],
+    ) -> None:
+        """Uses shared memory."""
+
+        def target(owner: int, rank: int, turn: int) -> np.ndarray:
+            """Returns the memory to which `rank` copies the slice that `owner` reduces."""
+            others_before = rank - (rank > owner)
+            return results[turn] if others_before == 0 else rows[others_before - 1]
+
+        def others(chunk: BucketRange, turn: int, ranks: Iterable[int]) -> list[np.ndarray]:
+            part = slice(chunk.low, chunk.low + len(chunk))
+            return [target(self._rank, rank, turn)[part] for rank in ranks]
+
+        before, after = range(self._rank), range(self._rank + 1, self._size)
+        # By turn: the slices of other ranks, each with its target; the chunks of this rank, each
+        # with the contributions of lower and of higher ranks.
+        self._copies, self._chunks = [], []
+        for turn, result in enumerate(results):
+            copies = [
+                (target(owner, self._rank, turn)[piece.low : piece.low + len(piece)], piece)
+                for owner, piece in self._others
+            ]
+            parts = [
+                (
+                    result[chunk.low : chunk.low + len(chunk)],
+                    others(chunk, turn, before),
+                    chunk,
+                    others(chunk, turn, after),
+                )
+                for chunk in chunks
+            ]
+            self._copies.append(copies)
+            self._chunks.append(parts)
+
+    def publish(self, arrays: Sequence[np.ndarray], turn: int) -> None:
+        """Makes the arrays of this rank visible to the others, before the rendezvous."""
+        self._arrays = [array if array.ndim == 1 else array.reshape(-1) for array in arrays]
+        for target, piece in self._copies[turn]:
+            piece.pack_into(target, self._arrays)
+
+    def pieces(
+        self, turn: int, out: np.ndarray | None = None, sums: np.ndarray | None = None
+    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """Yields the chunks of this rank: the result, and all contributions in rank order.
+
+        The first or second contribution is the memory of the result, which is written after both
+        are read. With `sums` the contributions stay as they are.
+        """
+        arrays, scratch = self._arrays, self._scratch
+        for result, before, chunk, after in self._chunks[turn]:
+            target = result
+            if sums is not None:
+                start = chunk.low - self._low
+                target = sums[start : start + len(chunk)]
+            yield target, [*before, chunk.of(arrays, scratch), *after]
+            if out is not None:
+                out[chunk.low : chunk.low + len(chunk)] = target
+
+    def forget(self) -> None:
+        """Releases the arrays of this rank, after it has reduced."""
+        self._arrays = ()
+
+
 class SliceError(Exception):
     """A rank could not reduce its slice. Raised on every rank of all nodes."""
-
-
-class BucketReduction(Protocol):
-    """The shared memory of one bucket, and its reduction.
-
-    A call is `publish`, a rendezvous and `reduce`, see `FusedAllreduce`.
-    """
-
-    capacity: int  # size in bytes of a row of its region
-    is_shared: bool  # whether the result lies in shared memory
-    region: Region
-
-    def region_nbytes(self, size: int, capacity: int) -> int:
-        """Returns the size in bytes of a region on a node of `size` ranks, of whole pages."""
-
-    def bind(self, region: Region) -> None:
-        """Uses a region, whose rows have the `capacity` or more."""
-
-    def publish(self, arrays: Sequence[np.ndarray]) -> None:
-        """Makes the arrays of this rank visible to the others, before the rendezvous."""
-
-    def lend(self) -> np.ndarray | None:
-        """Returns the fused result of the last call to read in place, or `None`: copy it."""
-
-    def end(self) -> None:
-        """Ends a call that has reduced: this rank has lent or copied its result.
-
-        Collective: every rank of the node.
-        """
-
-    def reduce(self, finish: Finish | None = None, out: np.ndarray | None = None) -> np.ndarray:
-        """Reduces, after the rendezvous. Collective: every rank of the node."""
-
-
-def bucket_reduction(
-    node: Node,
-    bucket: Bucket,
-    op: ReduceOp,
-    slices: int | None = None,
-    results: int = RESULTS,
-    whole_nbytes: int | None = None,
-) -> BucketReduction:
-    """Returns the reduction that fits the size of a bucket.
-
-    Args:
-        whole_nbytes: size in bytes up to which every rank reduces the whole bucket. Defaults to
-            `SMALL_NBYTES`.
-    """
-    if bucket.nbytes <= (SMALL_NBYTES if whole_nbytes is None else whole_nbytes):
-        return Full(node, bucket, op)
-    return Sliced(node, bucket, op, slices or node.size, results)
 
 
 class Full:
     """Every rank reduces everything; two sets of rows, used in turn, save a rendezvous."""
 
-    is_shared = False
+    is_shared = False  # whether the result lies in shared memory
 
     def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
         self._node, self._bucket, self._op = node, bucket, op
+        #: size in bytes of a row of its region
         self.capacity = aligned(bucket.nbytes)
 
     def region_nbytes(self, size: int, capacity: int) -> int:
+        """Returns the size in bytes of a region on a node of `size` ranks, of whole pages."""
         return aligned(2 * size * capacity, PAGE)
 
     def bind(self, region: Region) -> None:
+        """Uses a region, whose rows have the `capacity` or more."""
         self.region, size = region, self._node.size
         bucket = self._bucket
         rows = [region.row(number, bucket.count, bucket.dtype) for number in range(2 * size)]
@@ -115,15 +152,18 @@ class Full:
         self.mine = [turn[self._node.rank] for turn in self.contributions]
 
     def lend(self) -> np.ndarray | None:
+        """Returns the fused result of the last call to read in place, or `None`: copy it."""
         return None
 
     def end(self) -> None:
-        pass
+        """Ends a call: this rank has lent or copied its result. Collective on the node."""
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
+        """Makes the arrays of this rank visible to the others, before the rendezvous."""
         self._bucket.pack_into(self.mine[self.region.turn ^ 1], arrays)
 
     def reduce(self, finish: Finish | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        """Reduces, after the rendezvous. Collective: every rank of the node."""
         with spans.phase("reduce"):
             if out is None:
                 out = aligned_array(self._bucket.count, self._bucket.dtype)
@@ -226,6 +266,10 @@ class Sliced:
         """Returns the result, after the ranks have met again: all slices are there."""
         self._copies.forget()
         return self._results[self._rows.follow(self._chosen)]
+
+
+#: The shared memory of one bucket: a call is `publish`, a rendezvous and `reduce`.
+BucketReduction = Full | Sliced
 
 
 def _chunks(bucket: Bucket, part: slice) -> list[BucketRange]:

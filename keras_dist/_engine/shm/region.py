@@ -5,16 +5,145 @@ one that is large enough, so calls of many shapes need no more memory than calls
 make and drop the same regions at the same call.
 """
 
+import os
+import weakref
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_dist._engine.buckets import ALIGNMENT, aligned, size_class
-from keras_dist._engine.shm.cow_mapping import PAGE
-from keras_dist._engine.shm.result_rows import ResultRows
-from keras_dist._engine.shm.segments import Segment
-from keras_dist._engine.shm.zero_copy import ResultLease
+from keras_dist._engine.shm.segments import PAGE, CowMapping, Segment
 
+_leases: "weakref.WeakSet[ResultLease]" = weakref.WeakSet()  # whose results a child may keep
 RESULTS = [(2**20, 6), (2**23, 4)]  # up to a size in bytes
 MAX_POOL_NBYTES = 256 * 2**20  # of shared memory, unless one region is larger
+
+
+class ResultLease:
+    """Lends results in shared memory, used in turn, that scripts read in place.
+
+    A lent result is an array with a base of its own. All views keep the base alive, and so do the
+    tensors that a framework makes of them: it lives as long as the result may be read or written.
+
+    The mapping is copy-on-write. TensorFlow writes to a slice of a gradient that nothing else
+    reads. The kernel then copies page by page, which is slower than one copy, so after a write
+    nothing more is lent.
+
+    A forked child sees the memory of a lent result as well, and this process does not know how long
+    it reads it. So results of single calls that are held at a fork count as held for good.
+    """
+
+    def __init__(self, views: Sequence[CowMapping], keeps_at_fork: bool = False):
+        self._views = views
+        self._is_over = False
+        self._bases: list[weakref.ref[np.ndarray] | None] = [None] * len(views)
+        self._kept: dict[int, np.ndarray] = {}
+        if keeps_at_fork:
+            _leases.add(self)
+
+    def lend(self, turn: int, count: int, dtype: np.dtype) -> np.ndarray | None:
+        """Returns a result; always `None` once a lent result has been written to.
+
+        The result that was lent last in this turn must not be held any more.
+        """
+        view, nbytes = self._views[turn], count * dtype.itemsize
+        self._is_over = self._is_over or view.is_written(nbytes)
+        if self._is_over:
+            return None
+        base = np.frombuffer(view.memory, np.uint8, nbytes)
+        self._bases[turn] = weakref.ref(base)
+        return base.view(dtype)
+
+    @property
+    def held(self) -> int:
+        """The turns whose result is still held, as bits."""
+        turns = 0
+        for turn, base in enumerate(self._bases):
+            if base is not None:
+                if base() is None:
+                    self._bases[turn] = None
+                else:
+                    turns |= 1 << turn
+        return turns
+
+    def keep_held(self) -> None:
+        """Keeps the results that are held now: they stay held."""
+        for turn, reference in enumerate(self._bases):
+            base = None if reference is None else reference()
+            if base is not None:
+                self._kept[turn] = base
+
+
+def _before_fork() -> None:
+    for lease in list(_leases):
+        lease.keep_held()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+class ResultRows:
+    """Chooses rows for results, the same on all ranks of a node.
+
+    A row that a rank still reads must not be written. So each rank says before the rendezvous of a
+    call which rows it holds, and after it all ranks choose the row of the next call alike: the free
+    row that was used last, which is most likely to be in a cache. The row of this call is never
+    chosen, as others may still read it, unless all other rows are held: then nobody is lent this
+    result, and the ranks meet once more when they have copied it.
+
+    Args:
+        held: uint64 array of shape (number of ranks, elements of a cache line) in shared memory,
+            zeros.
+
+    Attributes:
+        count: number of rows.
+        next: the row that the next call writes; no rank holds or reads it.
+        is_crowded: whether the row of this call is that of the next one as well. Then it must not
+            be lent, and the ranks must meet before the next call.
+    """
+
+    def __init__(self, count: int, held: np.ndarray, rank: int, lease: ResultLease | None):
+        self.count, self._lease = count, lease
+        self._held = [line[:1].data for line in held]
+        self._mine = self._held[rank]
+        self._recent = list(range(count))  # the row that was used last is the first
+        self.next, self.is_crowded = 0, False
+
+    def announce(self) -> None:
+        """Tells the other ranks which rows this rank holds, before the rendezvous."""
+        self._mine[0] = 0 if self._lease is None else self._lease.held
+
+    def advance(self) -> int:
+        """Chooses the row of the next call, after the rendezvous; returns the row of this one.
+
+        The ranks must meet again before one of them announces.
+        """
+        return self.follow(self.choose())
+
+    def choose(self) -> int:
+        """Returns the row of the next call, after all ranks have announced; changes nothing.
+
+        It is that of this call if the ranks hold all others.
+        """
+        held = 0
+        for word in self._held:
+            held |= word[0]
+        row = self.next
+        return next((r for r in self._recent if r != row and not held >> r & 1), row)
+
+    def follow(self, chosen: int) -> int:
+        """Ends a call: the next one writes the row that was chosen; returns the row of this one."""
+        row, self.next = self.next, chosen
+        self.is_crowded = chosen == row
+        self._recent.remove(row)
+        self._recent.insert(0, row)
+        return row
+
+    def lend(self, count: int, dtype: np.dtype) -> np.ndarray | None:
+        """Returns the result of the last call to read in place, or `None`: copy it."""
+        if self._lease is None or self.is_crowded:
+            return None
+        return self._lease.lend(self._recent[0], count, dtype)
 
 
 class Region:
@@ -102,11 +231,9 @@ class RegionPool:
         return None if self.nbytes + new_nbytes <= MAX_POOL_NBYTES else smallest
 
     def refuse(self, nbytes: int) -> None:
-        """Records that there is no memory for a region of this size."""
         self._refused = min(self._refused, nbytes)
 
     def is_too_large(self, nbytes: int) -> bool:
-        """Returns whether there was no memory for a region of this size."""
         return nbytes >= self._refused
 
     def make_room(self, nbytes: int) -> None:
@@ -115,16 +242,13 @@ class RegionPool:
             self.clear()
 
     def add(self, region: Region, is_small: bool) -> None:
-        """Adds a region."""
         self.version += 1
         self._regions[is_small, region.capacity] = region
 
     def clear(self) -> None:
-        """Drops all regions."""
         self.version += 1
         self._regions.clear()
 
     @property
     def nbytes(self) -> int:
-        """Size of all regions in bytes."""
         return sum(region.nbytes for region in list(self._regions.values()))

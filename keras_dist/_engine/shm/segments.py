@@ -1,4 +1,4 @@
-"""Shared memory of the ranks of a node, and the barrier in it. Linux; independent of MPI.
+"""Shared memory of the ranks of a node, and copy-on-write views of it. Linux; independent of MPI.
 
 A segment is a file in `/dev/shm` without a name, or with a name only while the ranks open it. Its
 pages are reserved when it is made, so a full `/dev/shm` is an error at that moment and not a crash
@@ -7,6 +7,7 @@ later. However the job ends, the kernel frees the segment with the last process.
 
 import contextlib
 import errno
+import functools
 import gc
 import mmap
 import os
@@ -17,22 +18,84 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import errors
-from keras_dist._engine.shm.cow_mapping import CowMapping, map_private
-from keras_dist._engine.shm.wait import Counter, waiting
-
+PAGE = mmap.PAGESIZE
+# Bits of the last byte of the 8 bytes of a page: present or swapped out; part of a file.
+PRESENT, OF_FILE = 0xC0, 0x20
+NO_RESERVE = 0x4000  # MAP_NORESERVE: few pages, if any, are written to
 DIRECTORY = "/dev/shm"
 PREFIX = "keras_dist"
-LINE = 64  # bytes of a cache line: no two ranks write to one line
-DIGEST_NBYTES = 16
+
+
+def map_private(handle: int, nbytes: int) -> mmap.mmap | None:
+    """Maps a file copy-on-write; returns `None` where the system does not support it."""
+    if not _is_supported():
+        return None
+    try:
+        return _map(handle, nbytes)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
+
+
+class CowMapping:
+    """A part of a copy-on-write mapping: a write is private to this process.
+
+    The kernel copies a page when the process writes to it; from then on the page does not show what
+    other processes write. `/proc/self/pagemap` says which pages have been copied.
+    """
+
+    def __init__(self, mapping: mmap.mmap, offset: int, nbytes: int):
+        self.memory = memoryview(mapping)[offset : offset + nbytes]
+        self._entries = bytearray(8 * -(-nbytes // PAGE))
+        address = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+        self._offset = 8 * (address // PAGE)
+
+    def is_written(self, nbytes: int | None = None) -> bool:
+        """Returns whether this process has written to the first `nbytes`; defaults to all."""
+        pages = -(-(len(self.memory) if nbytes is None else nbytes) // PAGE)
+        entries = memoryview(self._entries)[: 8 * pages]
+        try:
+            found = os.preadv(_pagemap(), [entries], self._offset)
+        except OSError:  # the descriptor was closed by other code
+            found = 0
+        if found < len(entries):
+            return True  # unknown: assume a write
+        kinds = np.frombuffer(entries, np.uint8)[7::8]
+        return bool(np.any((kinds & PRESENT != 0) & (kinds & OF_FILE == 0)))
+
+
+def _map(handle: int, nbytes: int) -> mmap.mmap:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(handle, nbytes, mmap.MAP_PRIVATE | NO_RESERVE, access)
+
+
+@functools.cache
+def _pagemap() -> int:
+    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
+@functools.cache
+def _is_supported() -> bool:
+    """Tries whether a mapping shows writes of others, and pagemap those of this process."""
+    try:
+        handle = os.memfd_create("keras_dist", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(handle, PAGE)
+            view = CowMapping(_map(handle, PAGE), 0, PAGE)
+            before = view.memory[0], view.is_written()
+            os.pwrite(handle, b"\1", 0)
+            after = view.memory[0], view.is_written()
+        finally:
+            os.close(handle)
+        view.memory[0] = 2
+        return (before, after) == ((0, False), (1, False)) and view.is_written()
+    except (AttributeError, OSError):
+        return False
 
 
 class Segment:
-    """Shared memory of one node, mapped and populated.
-
-    Args:
-        nbytes: size in bytes.
-    """
+    """Shared memory of one node, mapped and populated."""
 
     def __init__(self, handle: int, nbytes: int, private_view: bool = False):
         populate = getattr(mmap, "MAP_POPULATE", 0)
@@ -203,103 +266,3 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-class ShmBarrier:
-    """A barrier of the ranks of a node, which compares their digests.
-
-    Each rank has a counter of its barriers and two slots for a digest, used in turn. A rank that
-    has left barrier k may write the digest of barrier k + 1 into the other slot. It writes to the
-    first slot again in barrier k + 2, which it enters only after all ranks have left barrier k,
-    that is, have read its digests.
-
-    Args:
-        segment: at least `nbytes_for(size)` bytes.
-    """
-
-    LINES = 3  # counter, two digests
-
-    def __init__(
-        self,
-        segment: Segment,
-        rank: int,
-        size: int,
-        check: Callable[[], None],
-        fence: Callable[[], None] | None = None,
-    ):
-        self._check, self._fence = check, fence
-        end = self.nbytes_for(size)
-        self._left = segment.memory[end - LINE : end].data
-        lines = segment.memory[: end - LINE].reshape(size, self.LINES, LINE)
-        self._counters = [Counter(lines[r, 0, :4].view(np.uint32), fence) for r in range(size)]
-        self._mine = self._counters[rank]
-        self._others = [c for r, c in enumerate(self._counters) if r != rank]
-        self._views = [counter.view for counter in self._others]
-        digests: list[list[Any]] = [
-            [lines[r, 1 + turn, :DIGEST_NBYTES].data for r in range(size)] for turn in range(2)
-        ]
-        self._my_digests = [row.pop(rank) for row in digests]
-        self._other_digests = digests
-        self._count = 0
-
-    @classmethod
-    def nbytes_for(cls, size: int) -> int:
-        """Returns the size in bytes of the barrier of `size` ranks."""
-        return (size * cls.LINES + 1) * LINE
-
-    def leave(self) -> None:
-        """Releases ranks that wait here, now or later: not all ranks will arrive."""
-        self._left[0] = 1
-        for counter in self._counters:
-            counter.wake()
-
-    def wait(self, digest: bytes) -> bool:
-        """Waits until all ranks of the node have arrived.
-
-        Args:
-            digest: 16 bytes.
-        """
-        self._arrive(digest)
-        count = self._count
-        for view in self._views:
-            if (view[0] - count) % 2**32 >= 2**31:  # `has_reached`, in line: this is the short path
-                self._wait()
-                break
-        return self._agree(digest)
-
-    def start(self, digest: bytes) -> Callable[[], bool | None]:
-        """Starts `meet` without waiting.
-
-        Returns:
-            Function that returns the answer of `meet`, or `None` while a rank is missing.
-        """
-        self._arrive(digest)
-
-        def answer() -> bool | None:
-            if all(counter.has_reached(self._count) for counter in self._others):
-                return self._agree(digest)
-            self._check_alive()
-            return None
-
-        return answer
-
-    def _wait(self) -> None:
-        with waiting:  # one wait, whichever ranks are missing
-            for counter in self._others:
-                counter.wait_for(self._count, self._check_alive)
-
-    def _check_alive(self) -> None:
-        if self._left[0]:
-            raise errors.RankLostError("Another rank of this node has seen a rank die.")
-        self._check()
-
-    def _arrive(self, digest: bytes) -> None:
-        self._count = (self._count + 1) % 2**32
-        self._my_digests[self._count % 2][:] = digest
-        self._mine.raise_to(self._count)
-
-    def _agree(self, digest: bytes) -> bool:
-        if self._fence is not None:
-            self._fence()
-        others = self._other_digests[self._count % 2]
-        return others.count(digest) == len(others)

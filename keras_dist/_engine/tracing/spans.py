@@ -15,26 +15,6 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
-__all__ = [
-    "OPEN",
-    "OPERATION",
-    "SPAN",
-    "WAIT",
-    "Lane",
-    "Recorder",
-    "begin_epoch",
-    "count_update",
-    "end_epoch",
-    "phase",
-    "phase_or_span",
-    "queued",
-    "rendezvous",
-    "span",
-    "step",
-    "task",
-    "timed",
-]
-
 OPERATION, SPAN, OPEN = 0, 1, 2  # kinds of records
 WAIT = "wait for ranks"
 
@@ -59,7 +39,6 @@ class Recorder:
         self._threads: dict[int, int] = {}  # the lane of each
 
     def add_lane(self, name: str) -> int:
-        """Returns the number of a new lane."""
         self.lanes.append(name)
         return len(self.lanes) - 1
 
@@ -74,7 +53,6 @@ class Recorder:
         return lane
 
     def stop(self) -> None:
-        """Stops recording."""
         self._window, self.is_on = range(0), False
 
     def count_steps(self, count: int = 1) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import keras_dist
-from keras_dist import runtime
+from keras_dist import _engine, runtime
 
 pytestmark = pytest.mark.jobs("engine")
 
@@ -94,3 +94,23 @@ def test_as_many_results_as_there_are_rows_are_held():
     assert (several[2] == keras_dist.size()).all()
     for number, array in enumerate(held):
         assert (array == total(number)).all()
+
+
+def test_gathered_arrays_that_are_held_stay_as_they_are():
+    shared_memory()
+    comm = runtime.communicator()
+    plan = _engine.FusedAllgather(
+        comm, ["a"], [((LARGE,), np.dtype("f4"))], "gathering", "Look.", lambda: comm
+    )
+    mine = plan.part(0, comm.rank)
+
+    def gathered(number):
+        [whole] = plan([np.full(mine.stop - mine.start, number, np.float32)])
+        return whole
+
+    held = [gathered(number) for number in range(6)]  # more than there are rows of results
+    assert [set(whole.tolist()) for whole in held] == [{float(number)} for number in range(6)]
+    assert is_lent(held[0]) and not is_lent(held[-1])
+    del held
+    gathered(6)  # the ranks tell each other that rows are free
+    assert is_lent(gathered(7)) and set(gathered(8).tolist()) == {8.0}

@@ -7,8 +7,8 @@ from bits import equal_on_all
 
 import keras_dist
 from keras_dist import errors, runtime
+from keras_dist._engine import memory
 from keras_dist._engine.collectives import row_exchange, slices
-from keras_dist._engine.shm import idle_memory
 
 pytestmark = pytest.mark.jobs("engine")
 
@@ -100,7 +100,7 @@ def test_memory_that_is_not_used_is_released(monkeypatch):
     comm = runtime.communicator()
     if comm.node is None:
         pytest.skip("these ranks share no memory")
-    monkeypatch.setattr(idle_memory, "IDLE_UPDATES", 2)
+    monkeypatch.setattr(memory, "IDLE_UPDATES", 2)
 
     class Plan:
         def release(self):

@@ -15,9 +15,10 @@ from test_collectives import raised
 
 import keras_dist
 from keras_dist import _engine, errors
+from keras_dist._engine import memory
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.shm import bucket_reduction as limits
-from keras_dist._engine.shm import cow_mapping, idle_memory, segments
+from keras_dist._engine.shm import segments
 
 pytestmark = pytest.mark.jobs("engine", "torch-3")
 
@@ -101,7 +102,7 @@ def test_nothing_is_lent_where_writes_cannot_be_detected(monkeypatch):
     mine = np.full(2**20, keras_dist.rank(), np.float32)
     with monkeypatch.context() as patched:
         if keras_dist.rank() == 0:
-            patched.setattr(cow_mapping, "_is_supported", lambda: False)
+            patched.setattr(segments, "_is_supported", lambda: False)
         fused = reduced(comm, [mine], ReduceOp.SUM, lend=True)
         results = [fused([mine])[0] for _ in range(2)]
     if keras_dist.rank() == 0:
@@ -196,7 +197,7 @@ def test_a_freed_communicator_frees_its_memory():
 
 def test_idle_plans_free_their_memory(monkeypatch):
     several()
-    monkeypatch.setattr(idle_memory, "IDLE_UPDATES", 6)
+    monkeypatch.setattr(memory, "IDLE_UPDATES", 6)
     comm = _engine.Communicator(MPI, None)
     plans = [gradients_of(comm, 2**20 + number) for number in range(8)]
     peak = 0

@@ -180,20 +180,20 @@ def test_staging_through_pinned_memory(monkeypatch, bucket_nbytes):
 
 @pytest.mark.parametrize("joiner", [None, JOINER])
 def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
-    from keras_dist._engine.collectives import host_pieces
+    from keras_dist._engine.collectives import device_buckets
 
     comm, order = runtime.communicator(), []
-    down, up, reduce = _gpu.Staging.down, _gpu.Staging.up, host_pieces.HostPieces.reduce
+    down, up, reduce = _gpu.Staging.down, _gpu.Staging.up, device_buckets.HostPieces.reduce
     section, sections = _gpu.DeviceArray.section, []
 
     def recorded(what, function):
         return lambda *args: order.append(what) or function(*args)
 
     monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
-    monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
+    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
     monkeypatch.setattr(_gpu.Staging, "down", recorded("down", down))
     monkeypatch.setattr(_gpu.Staging, "up", recorded("up", up))
-    monkeypatch.setattr(host_pieces.HostPieces, "reduce", recorded("reduce", reduce))
+    monkeypatch.setattr(device_buckets.HostPieces, "reduce", recorded("reduce", reduce))
 
     def counted(*args):
         sections.append(args)
@@ -219,11 +219,11 @@ def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
 # Large pieces need new memory, for which the ranks meet as well.
 @pytest.mark.parametrize("count", [250, 350_000])
 def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(monkeypatch, count):
-    from keras_dist._engine.collectives import host_pieces
+    from keras_dist._engine.collectives import device_buckets
 
     comm, names, form = runtime.communicator(), ("a", "b"), ("float32", None)
     monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
-    monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
+    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
     brought = _engine.GradientSet(names, names, (form, form), adapts=True)
     specs = [((n,), np.dtype("float32")) for n in (150, count)]
     options, plan = _engine.OpOptions(SUM, gradients=brought), _engine.BucketOptions(16)
@@ -231,7 +231,7 @@ def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(monkey
     mine = [np.full(*spec[:1], number + 1, "float32") for number, spec in enumerate(specs)]
     for _ in range(2):
         fused.reduce_bucket(0, [on_gpu(mine[0])])
-        monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 2 * count)
+        monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 2 * count)
         if comm.rank == comm.size - 1:
             fewer = dataclasses.replace(brought, forms=(form, None))
             assert C.compare_gradients(comm, fewer, "") == brought.forms
@@ -244,29 +244,29 @@ def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(monkey
 
 
 def test_arrays_of_other_shapes_differ_in_pieces_too(monkeypatch):
-    from keras_dist._engine.collectives import host_pieces
+    from keras_dist._engine.collectives import device_buckets
 
     comm = runtime.communicator()
     monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
-    monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
+    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
     shape = (100, 3) if comm.rank == 0 else (3, 100)
     with pytest.raises(errors.MismatchError, match=r"'x' with shape \(100, 3\)"):
         C.allreduce(comm, [on_gpu(np.ones(shape))], ["x"], _engine.OpOptions(SUM), 2**20)
 
 
 def test_pieces_of_a_reduction_that_has_failed_are_not_used_again(monkeypatch):
-    from keras_dist._engine.collectives import host_pieces
+    from keras_dist._engine.collectives import device_buckets
 
     def fail(*_):
         raise RuntimeError("a failure on all ranks")
 
     comm, spec = runtime.communicator(), ((300,), np.dtype("float32"))
     monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
-    monkeypatch.setattr(host_pieces, "PIECE_NBYTES", 400)
+    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
     options, plan = _engine.OpOptions(SUM), _engine.BucketOptions(2**20)
     fused = _engine.FusedAllreduce(comm, ["a"], [spec], options, plan)
     with monkeypatch.context() as patched:
-        patched.setattr(host_pieces.HostPieces, "reduce", fail)
+        patched.setattr(device_buckets.HostPieces, "reduce", fail)
         with pytest.raises(RuntimeError, match="a failure"):
             fused.reduce_bucket(0, [on_gpu(np.full(*spec[:1], 5, "float32"))])
     (found,) = fused.reduce_bucket(0, [on_gpu(np.ones(*spec[:1], "float32"))])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keras_dist._engine.shm.segments import ShmBarrier
+from keras_dist._engine.shm.node import ShmBarrier
 from keras_dist._engine.shm.wait import Counter
 
 DIGEST, OTHER = b"d" * 16, b"o" * 16

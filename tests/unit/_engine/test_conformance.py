@@ -12,7 +12,7 @@ from thread_ranks import Network, mpi_of
 import keras_dist
 from keras_dist import _engine, errors, runtime
 from keras_dist._engine.collectives import piggyback
-from keras_dist._engine.mpi.links import Links
+from keras_dist._engine.mpi.topology import Links
 from keras_dist._engine.shm import bucket_reduction
 
 # The node of each rank.

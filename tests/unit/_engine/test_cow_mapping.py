@@ -7,11 +7,11 @@ import os
 import numpy as np
 import pytest
 
-from keras_dist._engine.shm import cow_mapping
-from keras_dist._engine.shm.cow_mapping import PAGE, CowMapping, map_private
+from keras_dist._engine.shm import segments
+from keras_dist._engine.shm.segments import PAGE, CowMapping, map_private
 
 pytestmark = pytest.mark.skipif(
-    not cow_mapping._is_supported(), reason="the kernel does not show who has written to a page"
+    not segments._is_supported(), reason="the kernel does not show who has written to a page"
 )
 
 
@@ -42,14 +42,14 @@ def test_a_mapping_shows_writes_of_others_except_in_pages_it_has_written(handle)
 
 
 def test_no_mapping_where_writes_cannot_be_detected(handle, monkeypatch):
-    cow_mapping._is_supported.cache_clear()
+    segments._is_supported.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr(cow_mapping.os, "preadv", lambda *_: 0)  # reports no pages
+        patched.setattr(segments.os, "preadv", lambda *_: 0)  # reports no pages
         assert map_private(handle, 4 * PAGE) is None
-        cow_mapping._is_supported.cache_clear()
-        patched.setattr(cow_mapping, "_pagemap", lambda: os.open("/proc/self/nothing", os.O_RDONLY))
+        segments._is_supported.cache_clear()
+        patched.setattr(segments, "_pagemap", lambda: os.open("/proc/self/nothing", os.O_RDONLY))
         assert map_private(handle, 4 * PAGE) is None
-    cow_mapping._is_supported.cache_clear()
+    segments._is_supported.cache_clear()
     assert map_private(handle, 4 * PAGE) is not None
 
 
@@ -59,7 +59,7 @@ def test_a_closed_descriptor_counts_as_a_write(handle, monkeypatch):
 
     window = CowMapping(map_private(handle, PAGE), 0, PAGE)
     assert not window.is_written()
-    monkeypatch.setattr(cow_mapping.os, "preadv", closed)
+    monkeypatch.setattr(segments.os, "preadv", closed)
     assert window.is_written()
 
 
@@ -68,5 +68,5 @@ def test_no_mapping_without_memory(handle, monkeypatch):
         raise OSError("no room")
 
     assert map_private(handle, PAGE) is not None
-    monkeypatch.setattr(cow_mapping, "_map", refused)
+    monkeypatch.setattr(segments, "_map", refused)
     assert map_private(handle, PAGE) is None

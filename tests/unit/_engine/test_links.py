@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from thread_ranks import Network, Rank
 
-from keras_dist._engine.mpi import links
-from keras_dist._engine.mpi.links import Links, common, measure_links
+from keras_dist._engine.mpi import topology
+from keras_dist._engine.mpi.topology import Links, common, measure_links
 
 MPI = types.SimpleNamespace(Wtime=time.perf_counter, IN_PLACE=None, MAX=None)
 
@@ -23,7 +23,7 @@ def connected(nodes):
 
 def fake_probe(gbit, most, latency=20e-6):
     def probe(world, mpi, count, nbytes, probes):
-        assert nbytes <= max(most, links.MIN_LARGE_NBYTES)
+        assert nbytes <= max(most, topology.MIN_LARGE_NBYTES)
         return latency + count * nbytes * 8e-9 / gbit
 
     return probe
@@ -34,7 +34,7 @@ def fake_probe(gbit, most, latency=20e-6):
 @pytest.mark.parametrize("slices", [1, 2, 8])
 def test_links_are_slow_below_2_7_gbit(monkeypatch, gbit, slow, nodes, slices):
     monkeypatch.setattr(
-        links, "_probe", fake_probe(gbit / slices, most=links.LARGE_NBYTES // slices)
+        topology, "_probe", fake_probe(gbit / slices, most=topology.LARGE_NBYTES // slices)
     )
     measured = measure_links(connected(nodes), MPI, slices)
     assert common([measured] * slices).are_slow == slow
@@ -60,7 +60,7 @@ def test_nodes_measure_together(monkeypatch, nodes):
 
 
 def test_ranks_of_a_node_share_its_links():
-    slow = [Links(100, links.SLOW / 4), Links(50, links.SLOW / 2)]
-    assert common(slow) == Links(50, links.SLOW * 3 / 4) and common(slow).are_slow
-    assert not common([*slow, Links(70, links.SLOW / 2)]).are_slow
+    slow = [Links(100, topology.SLOW / 4), Links(50, topology.SLOW / 2)]
+    assert common(slow) == Links(50, topology.SLOW * 3 / 4) and common(slow).are_slow
+    assert not common([*slow, Links(70, topology.SLOW / 2)]).are_slow
     assert common([Links(3)]) == Links(3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_dist._engine.mpi.mailbox import Mailbox
+from keras_dist._engine.sideband import Mailbox
 
 
 class World:

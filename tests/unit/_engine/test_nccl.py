@@ -14,7 +14,7 @@ import pytest
 from keras_dist import _engine, _gpu, errors
 from keras_dist._engine.nccl import launches
 from keras_dist._engine.nccl import path as paths
-from keras_dist._gpu import facts, libraries, nccl, runtime
+from keras_dist._gpu import nccl, runtime
 from keras_dist.monitor import gpu as monitor
 
 OP = _engine.ReduceOp
@@ -216,13 +216,13 @@ def test_libraries_of_rocm_are_loaded_where_nvidia_has_none(monkeypatch, kind, t
             raise OSError(path)
         return ctypes.pythonapi
 
-    monkeypatch.setattr(libraries.ctypes, "CDLL", open_library)
-    monkeypatch.delenv(libraries.DOUBLE, raising=False)
-    table = libraries.find.__wrapped__(kind)
+    monkeypatch.setattr(runtime.ctypes, "CDLL", open_library)
+    monkeypatch.delenv(runtime.DOUBLE, raising=False)
+    table = runtime.find.__wrapped__(kind)
     assert (table.path, table.prefix) == (there, prefix)
     assert opened[0] in ("libnccl.so.2", "libcudart.so.13")
-    monkeypatch.setattr(libraries.ctypes, "CDLL", lambda *args, **kwargs: open_library("none"))
-    assert libraries.find.__wrapped__(kind) is None
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda *args, **kwargs: open_library("none"))
+    assert runtime.find.__wrapped__(kind) is None
 
 
 def test_a_rank_whose_runtime_fails_tells_the_others(monkeypatch):
@@ -230,8 +230,8 @@ def test_a_rank_whose_runtime_fails_tells_the_others(monkeypatch):
     failing.prefix = "cuda"
     gpu = runtime.Runtime(failing, 0)
     monkeypatch.setattr(gpu, "count", lambda: 1)
-    monkeypatch.setattr(facts, "load_runtime", lambda device=None: gpu)
-    found = facts.facts_of(0)
+    monkeypatch.setattr(nccl, "load_runtime", lambda device=None: gpu)
+    found = nccl.facts_of(0)
     assert "the query of a PCI bus id" in found.reason
     assert (found.bus_id, found.version) == ("", 0)
 
@@ -241,32 +241,32 @@ def test_a_wheel_is_found_before_the_system(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
     (folder / "libnccl.so.2").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    found = [path for path, _ in libraries._candidates(("libnccl.so.2",), ("nccl/lib",))]
+    found = [path for path, _ in runtime._candidates(("libnccl.so.2",), ("nccl/lib",))]
     assert found == ["libnccl.so.2", str(folder / "libnccl.so.2"), "libnccl.so.2"]
 
 
 def test_rccl_comes_after_nccl():
-    assert [names for _, names, _ in libraries.KINDS["nccl"]] == [
+    assert [names for _, names, _ in runtime.KINDS["nccl"]] == [
         ("libnccl.so.2",),
         ("librccl.so.1", "librccl.so"),
     ]
 
 
 def test_the_double_has_every_function(monkeypatch):
-    monkeypatch.setenv(libraries.DOUBLE, str(DOUBLE))
-    libraries._double.cache_clear()
-    libraries.find.cache_clear()
+    monkeypatch.setenv(runtime.DOUBLE, str(DOUBLE))
+    runtime._double.cache_clear()
+    runtime.find.cache_clear()
     try:
-        assert nccl.Nccl(libraries.find("nccl")).version() == 22304
-        gpu = runtime.Runtime(libraries.find("runtime"))
+        assert nccl.Nccl(runtime.find("nccl")).version() == 22304
+        gpu = runtime.Runtime(runtime.find("runtime"))
         assert gpu.count() == 1
         assert gpu.bus_id(0).endswith(":00.0")
         with pytest.raises(errors.BackendError, match="the query of a PCI bus id"):
             gpu.bus_id(1)
     finally:
-        monkeypatch.delenv(libraries.DOUBLE)
-        libraries._double.cache_clear()
-        libraries.find.cache_clear()
+        monkeypatch.delenv(runtime.DOUBLE)
+        runtime._double.cache_clear()
+        runtime.find.cache_clear()
 
 
 # --- Which GPU a rank has

@@ -5,8 +5,13 @@ import pytest
 from thread_ranks import Network
 
 from keras_dist._engine.arithmetic import ReduceOp, combine
-from keras_dist._engine.mpi.peers import EAGER_NBYTES, MAX_PAYLOAD_NBYTES, Payload, Peers
-from keras_dist._engine.rounds import combine_rows
+from keras_dist._engine.mpi.peers import (
+    EAGER_NBYTES,
+    MAX_PAYLOAD_NBYTES,
+    Payload,
+    Peers,
+    combine_rows,
+)
 
 DIGEST, OTHER = b"the same digest.", b"another digest.."
 F4 = np.dtype(np.float32)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_dist._engine.pieces import PIECE_NBYTES, SMALLEST_NBYTES, Pieces, piece_nbytes
+from keras_dist._engine.mpi.reduction import PIECE_NBYTES, SMALLEST_NBYTES, Pieces, piece_nbytes
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

@@ -4,8 +4,7 @@ import collections
 
 import pytest
 
-from keras_dist._engine import inquiry, rank_tree
-from keras_dist._engine.faults import alarms
+from keras_dist._engine import sideband
 
 SIZES = [1, 2, 3, 8, 9, 10, 24, 74, 600]
 PATIENCE = 1.0
@@ -18,8 +17,7 @@ class Network:
         self.now, self.stopped = 0.0, set()
         self.queues = [collections.deque() for _ in range(size)]
         self.sent, self.received = collections.Counter(), collections.Counter()
-        for module in (inquiry, alarms):
-            monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(sideband.time, "perf_counter", lambda: self.now)
 
     def post(self, sender):
         def post(rank, *message):
@@ -47,7 +45,7 @@ class Asked(Network):
         super().__init__(size, monkeypatch)
         self.noted = {}
         self.ranks = [
-            inquiry.Inquiries(
+            sideband.Inquiries(
                 rank, self.post(rank), lambda rank=rank: 10 * rank, self.noted.update, PATIENCE
             )
             for rank in range(size)
@@ -69,8 +67,8 @@ def test_every_rank_has_one_parent_and_few_children(size):
     above = {}
 
     def divide(rank, below):
-        parts = rank_tree.branches(below)
-        assert len(parts) <= rank_tree.FANOUT
+        parts = sideband.branches(below)
+        assert len(parts) <= sideband.FANOUT
         for part in parts:
             assert part[0] not in above
             above[part[0]] = rank
@@ -81,10 +79,10 @@ def test_every_rank_has_one_parent_and_few_children(size):
 
     divide(0, range(1, size))
     assert sorted(above) == list(range(1, size))
-    assert max(map(depth, range(size))) == rank_tree.height(size - 1)
+    assert max(map(depth, range(size))) == sideband.height(size - 1)
     root = size // 3
     for rank in above:
-        shifted = rank_tree.parent((rank + root) % size, root, size)
+        shifted = sideband.parent((rank + root) % size, root, size)
         assert (shifted - root) % size == above[rank]
 
 
@@ -97,19 +95,19 @@ def test_all_ranks_answer_and_no_rank_exchanges_messages_with_all(size, monkeypa
     assert found.found == {rank: 10 * rank for rank in range(size)}
     # Each child is asked once and answers twice: for itself, and for the ranks below it.
     for rank in range(size):
-        assert network.sent[rank] <= rank_tree.FANOUT + 2
-        assert network.received[rank] <= 2 * rank_tree.FANOUT + 1
+        assert network.sent[rank] <= sideband.FANOUT + 2
+        assert network.received[rank] <= 2 * sideband.FANOUT + 1
 
 
 @pytest.mark.parametrize("asker", [0, 5])
 def test_a_rank_that_does_not_answer_hides_no_other(asker, monkeypatch):
     network = Asked(80, monkeypatch)
     ranks = [rank for rank in range(80) if rank % 7]
-    [relay, below, *_] = rank_tree.branches([rank for rank in ranks if rank != asker])[3]
+    [relay, below, *_] = sideband.branches([rank for rank in ranks if rank != asker])[3]
     network.stopped = {relay, below}
     inquiry_ = network.ranks[asker].ask(ranks)
     network.run()
-    for _ in range(2 * rank_tree.height(len(ranks))):
+    for _ in range(2 * sideband.height(len(ranks))):
         network.wait()
     assert inquiry_.is_over
     assert sorted({*ranks} - {*inquiry_.found}) == [relay, below]
@@ -122,7 +120,7 @@ def test_a_rank_that_does_not_answer_hides_no_other(asker, monkeypatch):
 
 def test_a_rank_that_stops_after_its_own_answer_hides_no_other(monkeypatch):
     network = Asked(80, monkeypatch)
-    [relay, *below] = rank_tree.branches(range(1, 80))[3]
+    [relay, *below] = sideband.branches(range(1, 80))[3]
     handle = network.ranks[relay].handle
 
     def answer_and_stop(*message):
@@ -134,7 +132,7 @@ def test_a_rank_that_stops_after_its_own_answer_hides_no_other(monkeypatch):
     network.run()
     assert not found.is_over
     assert relay in found.found and not set(below) & set(found.found)
-    for _ in range(4 * rank_tree.height(79)):
+    for _ in range(4 * sideband.height(79)):
         network.wait()
     assert found.is_over and len(found.found) == 80
 
@@ -150,12 +148,12 @@ class Alarmed(Network):
             return lambda ranks, ends: self.cases.update([(rank, ranks, ends)])
 
         self.ranks = [
-            alarms.Alarms(rank, size, self.post(rank), receive(rank), PATIENCE, 10)
+            sideband.Alarms(rank, size, self.post(rank), receive(rank), PATIENCE, 10)
             for rank in range(size)
         ]
 
     def run(self):
-        handlers = {alarms.ALARM: "handle", alarms.CONFIRMATION: "confirm"}
+        handlers = {sideband.ALARM: "handle", sideband.CONFIRMATION: "confirm"}
 
         def handle(rank, kind, *more):
             getattr(self.ranks[rank], handlers[kind])(*more)
@@ -178,8 +176,8 @@ def test_equal_alarms_reach_the_root_from_a_few_ranks(size, monkeypatch):
     network.run()
     assert {rank for rank, *_ in network.cases} == {0}
     for rank in range(size):
-        assert network.received[rank] <= rank_tree.FANOUT + 1
-        assert network.sent[rank] <= rank_tree.FANOUT + 1
+        assert network.received[rank] <= sideband.FANOUT + 1
+        assert network.sent[rank] <= sideband.FANOUT + 1
 
 
 @pytest.mark.parametrize("stopped", [(0,), (0, 1), "a relay", "a relay and the root"])
@@ -187,7 +185,7 @@ def test_an_alarm_finds_a_way_around_ranks_that_are_stopped(stopped, monkeypatch
     size, last = 80, 79
     network = Alarmed(size, monkeypatch)
     if isinstance(stopped, str):
-        relay = rank_tree.parent(last, 0, size)
+        relay = sideband.parent(last, 0, size)
         assert relay > 0
         stopped = (relay, 0) if "root" in stopped else (relay,)
     network.stopped = set(stopped)

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_dist._engine import result_memory
-from keras_dist._engine.result_memory import ResultMemory, ResultPool
+from keras_dist._engine import memory as result_memory
+from keras_dist._engine.memory import ResultMemory, ResultPool
 
 FLOAT = np.dtype(np.float32)
 

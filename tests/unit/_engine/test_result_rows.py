@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dist._engine.shm.result_rows import ResultRows
+from keras_dist._engine.shm.region import ResultRows
 
 FLOAT = np.dtype(np.float32)
 

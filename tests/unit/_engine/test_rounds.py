@@ -2,7 +2,7 @@
 
 import pytest
 
-from keras_dist._engine.rounds import combine_rows, rounds
+from keras_dist._engine.mpi.peers import combine_rows, rounds
 
 COUNTS = [*range(2, 34), 63, 64, 65, 100, 1000]
 

@@ -12,19 +12,15 @@ import thread_ranks
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.compression import Compression, wire_for
-from keras_dist._engine.mpi.halving import HALF
 from keras_dist._engine.mpi.peers import Peers
-from keras_dist._engine.mpi.reduction import Combination, reduce_through_mpi
+from keras_dist._engine.mpi.reduction import HALF, Combination, reduce_through_mpi
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 MODULES = [
-    "mpi/halving",
-    "mpi/links",
     "mpi/peers",
     "mpi/reduction",
-    "pieces",
-    "rank_tree",
-    "rounds",
+    "mpi/topology",
+    "sideband",
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.buckets import plan_buckets
-from keras_dist._engine.collectives.payloads import slice_payload
+from keras_dist._engine.collectives.cross_node import slice_payload
 from keras_dist._engine.mpi.peers import Payload
 from keras_dist._engine.shm.bucket_reduction import Sliced
 

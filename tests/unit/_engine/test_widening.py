@@ -7,10 +7,9 @@ import pytest
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.buckets import plan_buckets
-from keras_dist._engine.collectives.cross_node import CrossNodeReduction
-from keras_dist._engine.collectives.widening import widenings
+from keras_dist._engine.collectives.cross_node import CrossNodeReduction, widenings
 from keras_dist._engine.compression import Compression
-from keras_dist._engine.mpi.links import Links
+from keras_dist._engine.mpi.topology import Links
 
 OPS = [ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 SHAPES = [(3, 5), (), (70,)]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from keras_dist._engine.shm.processes import Processes
+from keras_dist._engine.shm.node import Processes
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-"""Retries of operations among the ranks that are left after a rank has died."""
