@@ -32,9 +32,6 @@ MODULES = {
     "_engine/signature.py": "tests/unit/_engine/test_signature.py",
     "_engine/arithmetic.py": "tests/unit/_engine/test_arithmetic.py",
     "data/partition.py": "tests/unit/data/test_data_partition.py",
-    "data/round_robin.py": "tests/unit/data/test_data_partition.py",
-    "data/spread.py": "tests/unit/data/test_data_partition.py",
-    "data/order.py": "tests/unit/data/test_data_order.py",
     "ops/reduction_options.py": "tests/unit/ops/test_reduction_options.py",
     "callbacks/learning_rate.py": "tests/unit/callbacks/test_learning_rate.py",
 }

@@ -18,7 +18,7 @@ from keras_dist.callbacks.callback_states import CallbackStates
 from keras_dist.callbacks.metrics import number_of
 from keras_dist.callbacks.verification import ENDING, are_replicas, verify_before_writing
 from keras_dist.data import epochs
-from keras_dist.data.restarted_iterators import restarted
+from keras_dist.data.fit_data import restarted
 from keras_dist.resume import state
 from keras_dist.resume.format import REMEDY
 from keras_dist.resume.stores import Store

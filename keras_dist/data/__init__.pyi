@@ -1,14 +1,14 @@
+from .array_files import (
+    npz as npz,
+)
+from .array_files import (
+    parquet as parquet,
+)
 from .image_files import (
     image_dataset as image_dataset,
 )
 from .node_cache import (
     cached as cached,
-)
-from .npz_files import (
-    npz as npz,
-)
-from .parquet_files import (
-    parquet as parquet,
 )
 from .prefetching import (
     prefetch as prefetch,

@@ -1,4 +1,4 @@
-"""A `keras.utils.PyDataset` of one rank's batches, for every Keras backend."""
+"""The batches of a rank as a `keras.utils.PyDataset`, for every Keras backend."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,6 @@ from typing import Any
 import keras
 
 from keras_dist.data import epochs
-from keras_dist.data.rank_batches import RankBatches
 
 
 class Passes(keras.utils.PyDataset):
@@ -76,9 +75,9 @@ class InOrder(Passes):
 
 
 class ArrayDataset(InOrder):
-    """One rank's batches of data with random access, in a new order each epoch."""
+    """One rank's batches, as `indexed.Batches`, in a new order each epoch."""
 
-    def __init__(self, batches: RankBatches, source: keras.utils.PyDataset | None = None):
+    def __init__(self, batches: Any, source: keras.utils.PyDataset | None = None):
         names = ("workers", "use_multiprocessing", "max_queue_size")
         super().__init__(**{name: getattr(source, name) for name in names if source is not None})
         self._batches = batches

@@ -1,13 +1,25 @@
-"""Arrays of numpy, pandas or a framework, alone or nested: sample i belongs to rank i % size."""
+"""Data with random access: nested arrays of numpy, pandas or a framework, and objects `data[i]`.
 
+Sample i, or batch i, belongs to rank `i % size`.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_dist import errors
-from keras_dist.data.indexed import WHOLE, IndexedSource
-from keras_dist.data.kinds import is_tensor
-from keras_dist.data.nested import as_array, described, leaves, mapped
+from keras_dist.data.indexed import DEFAULT_BATCH_SIZE, WHOLE, IndexedSource, for_keras
+from keras_dist.data.nested import (
+    as_array,
+    concatenated,
+    described,
+    is_a,
+    is_tensor,
+    leaves,
+    mapped,
+    stacked,
+)
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 
@@ -19,27 +31,21 @@ class ArraySource(IndexedSource):
         if options.batched:
             remedy = "Rows of arrays are single samples; omit the argument."
             options.refuse("arrays", {"batched": remedy})
-        super().__init__(ArrayRows(data, options), options)
-
-
-class ArrayRows:
-    """The samples of arrays."""
-
-    def __init__(self, data: Any, options: ShardOptions):
         while isinstance(data, tuple) and len(data) > 1 and data[-1] is None:
             data = data[:-1]
         for path, leaf in leaves(data):
             _check(path, leaf, options)
-        self.example = mapped(as_array, data)
-        self.total = _common_length(list(leaves(self.example)), options)
-        self.facts = [
+        arrays = mapped(as_array, data)
+        total = _common_length(list(leaves(arrays)), options)
+        facts = [
             Fact("the kind of data", "arrays", WHOLE),
-            Fact("the arrays", described(self.example), WHOLE),
+            Fact("the arrays", described(arrays), WHOLE),
         ]
 
-    def take(self, indices: np.ndarray) -> Any:
-        """Returns a copy of the rows with these indices."""
-        return mapped(lambda array: np.asarray(array[indices]), self.example)
+        def take(indices: np.ndarray) -> Any:
+            return mapped(lambda array: np.asarray(array[indices]), arrays)
+
+        super().__init__(total, arrays, take, facts, options)
 
 
 def no_reader(data: str, options: ShardOptions) -> None:
@@ -71,10 +77,68 @@ def _common_length(arrays: list[tuple[str, Any]], options: ShardOptions) -> int:
     lengths = {path: len(array) if array.ndim else None for path, array in arrays}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         text = ", ".join(f"{path} {length}" for path, length in lengths.items())
-        raise errors.DataError(
-            options.where,
+        raise options.data_error(
             "arrays with one entry per sample, all of the same length",
             text.replace("None", "a scalar") or "no array and no file",
             "Cut them to the same first dimension.",
         )
     return next(iter(lengths.values())) or 0
+
+
+# --- Objects with a length, whose `data[i]` is a sample, or a batch
+
+
+class SampleSource(IndexedSource):
+    """A data set with a length whose `data[i]` is sample i: nested arrays.
+
+    Of a `keras.utils.PyDataset`, and with `batched`, it is batch i.
+    """
+
+    def __init__(self, data: Any, options: ShardOptions):
+        self._settings = data if is_a(data, "keras", "PyDataset") else None
+        kind = "data of single samples" if self._settings is None else "a PyDataset"
+        no_reader(kind, options)
+        is_batched = self._settings is not None or bool(options.batched)
+        if is_batched:
+            kind = "data whose elements are batches" if self._settings is None else kind
+            remedy = "The data set makes the batches; set the batch size there."
+            options.refuse(kind, {"global_batch_size": remedy, "batch_size": remedy})
+        if self._settings is not None and options.batched is False:
+            raise options.argument_error(
+                "no batched=False for a PyDataset",
+                "batched=False",
+                "Its elements are batches; omit the argument.",
+            )
+        join: Any = concatenated if is_batched else stacked
+        of, batch_size = ("batches", 1) if is_batched else ("samples", DEFAULT_BATCH_SIZE)
+        total = _length(data, options)
+        if total == 0:
+            options.need_samples(0, of)
+        first = mapped(as_array, join([data[0]]))
+        facts = [
+            Fact("the kind of data", type(data).__name__, WHOLE),
+            Fact("what its elements are", described(first), WHOLE),
+        ]
+
+        def take(indices: np.ndarray) -> Any:
+            return join([data[int(index)] for index in indices])
+
+        # Shapes may differ from batch to batch, as with padded text.
+        example = None if is_batched else first
+        super().__init__(total, example, take, facts, options, batch_size, of)
+
+    def part(self, held: Sequence[int | None]) -> Any:
+        """Returns this rank's batches, with the worker settings of a `PyDataset`."""
+        return for_keras(self.batches, settings=self._settings)
+
+
+def _length(data: Any, options: ShardOptions) -> int:
+    total = getattr(data, "num_batches", None) if not hasattr(data, "__len__") else len(data)
+    # Infinite data has no length, or the largest integer.
+    if total is None or total >= np.iinfo(np.int64).max:
+        raise options.data_error(
+            "data with an end",
+            f"a {type(data).__name__} without one",
+            "Give it a length, or pass a function that returns a generator, and steps.",
+        )
+    return int(total)

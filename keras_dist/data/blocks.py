@@ -7,15 +7,21 @@ ranks, all ranks read all windows and take every n-th row. The plans of `partiti
 number of rows and the sizes of the batches of a rank.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Sequence
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from keras_dist.data.partition import Plan
-
-Pieces = np.ndarray  # int64 of shape (count, 2): first row and end of each piece
+from keras_dist.data.indexed import Batches
+from keras_dist.data.nested import mapped
+from keras_dist.data.partition import Plan, PlanFor
+from keras_dist.data.readers import FileReader, Pieces, ScatteringReader
 
 WINDOWS = 64  # smallest number of windows of a data set, for a sufficient shuffle
 
@@ -63,9 +69,14 @@ class BlockShard:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
+    def turn(self) -> tuple[int, int]:
+        """The place of this rank among those that take turns with windows, and their number."""
+        return self.plan.rank, self.plan.size
+
+    @property
     def rounds(self) -> int:
         """Number of full windows of each rank."""
-        return self.total // (self.block * self.plan.size)
+        return self.total // (self.block * self.turn[1])
 
     def window_at(self, position: int) -> int:
         """Returns the number of the window of a position."""
@@ -73,7 +84,7 @@ class BlockShard:
 
     def pieces(self, window: int) -> Pieces:
         """Returns the pieces of a window, in the order of the file."""
-        rank, size = self.plan.rank, self.plan.size
+        rank, size = self.turn
         if window < self.rounds:
             start = (window * size + rank) * self.block
             return self._cut(start, start + self.block)
@@ -131,17 +142,13 @@ class GlobalBlockShard(BlockShard):
     """
 
     @property
-    def rounds(self) -> int:
-        """Number of full windows."""
-        return self.total // self.block
+    def turn(self) -> tuple[int, int]:
+        """One place, as all ranks read all windows."""
+        return 0, 1
 
     def window_at(self, position: int) -> int:
         """Returns the last window in which any rank has this position of its shard."""
         return (min((position + 1) * self.plan.size, self.total) - 1) // self.block
-
-    def pieces(self, window: int) -> Pieces:
-        """Returns the pieces of a window, in the order of the file."""
-        return self._cut(window * self.block, min((window + 1) * self.block, self.total))
 
     def positions(self, step: int) -> list[tuple[int, np.ndarray]]:
         """Returns the windows of a step, with the positions of the rows of this rank.
@@ -156,3 +163,98 @@ class GlobalBlockShard(BlockShard):
             (window, positions[positions // self.block == window] - window * self.block)
             for window in range(start * self.plan.size // self.block, self.last_window(step) + 1)
         ]
+
+
+class BlockBatches(Batches):
+    """The batches of a rank of rows of files, read in windows.
+
+    Keeps the current window and the next one in memory.
+
+    Args:
+        share_of: returns the shard of this rank from its plan and the epoch.
+    """
+
+    def __init__(
+        self,
+        example: Any,
+        reader: FileReader | ScatteringReader,
+        share_of: Callable[[Any, int], BlockShard],
+        plan: Plan,
+        kind: str,
+        global_batch: int | None,
+        plan_for: PlanFor | None,
+    ):
+        super().__init__(example, plan, kind, global_batch, plan_for)
+        self._share_of, self._reader = share_of, reader
+        # Collective reads happen on all ranks at the same step, and nothing is prefetched.
+        self._is_collective = isinstance(reader, ScatteringReader)
+        self._pid = os.getpid()
+        self._shares: dict[int, BlockShard] = {}  # by epoch; the latest
+        # By epoch and number of the window.
+        self._windows: dict[tuple[int, int], concurrent.futures.Future] = {}
+        weakref.finalize(self, reader.close)
+
+    def batch(self, epoch: int, step: int) -> Any:
+        """Returns arrays with the rows of a step, in the structure of the data."""
+        with self._lock:
+            if epoch not in self._shares:
+                self._shares = {epoch: self._share_of(self.plan, epoch)}
+            share = self._shares[epoch]
+            parts = [
+                self._rows(epoch, share, window, rows) for window, rows in share.positions(step)
+            ]
+            if self._is_collective:
+                self._window(epoch, share, share.last_window(step))
+        rows = [
+            arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            for arrays in zip(*parts, strict=True)
+        ]
+        return mapped(lambda _: rows.pop(0), self.example)
+
+    def _forget(self) -> None:
+        self._shares.clear()
+        self._windows.clear()
+
+    def _rows(
+        self, epoch: int, share: BlockShard, window: int, positions: np.ndarray
+    ) -> list[np.ndarray]:
+        """Returns rows of a window, by their positions in its order."""
+        arrays, order = self._window(epoch, share, window)
+        if order is None and len(positions) == positions[-1] - positions[0] + 1:
+            return [array[positions[0] : positions[-1] + 1] for array in arrays]
+        rows = positions if order is None else order[positions]
+        return [array.take(rows, axis=0) for array in arrays]
+
+    def _window(
+        self, epoch: int, share: BlockShard, window: int
+    ) -> tuple[Sequence[np.ndarray], np.ndarray | None]:
+        if os.getpid() != self._pid:  # a fork has no reader threads
+            self._pid, self._windows = os.getpid(), {}
+        wanted = [(epoch, window)]
+        if not self._is_collective and window < share.window_at(
+            min(share.plan.count, share.plan.held) - 1
+        ):
+            wanted.append((epoch, window + 1))
+        known = self._windows
+        self._windows = {
+            key: known[key] if key in known else self._start(share, key[1]) for key in wanted
+        }
+        return self._windows[epoch, window].result()
+
+    def _start(self, share: BlockShard, window: int) -> concurrent.futures.Future:
+        """Starts to read a window."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        read = self._reader.read
+
+        def run() -> None:
+            try:
+                future.set_result((read(share.pieces(window)), share.order(window)))
+            except BaseException as failure:  # raised where the window is used
+                future.set_exception(failure)
+
+        if self._is_collective:
+            run()
+        else:
+            # Not a pool: the interpreter would join its threads at exit.
+            threading.Thread(target=run, name="keras_dist reader", daemon=True).start()
+        return future

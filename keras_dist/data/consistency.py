@@ -7,10 +7,11 @@ Independent of the kind of data.
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from keras_dist import errors, ops, runtime
 from keras_dist.data import epochs
+from keras_dist.data.epochs import Epochs
 from keras_dist.data.shard_options import Fact
 
 
@@ -29,27 +30,35 @@ class Source(Protocol):
         """Returns the shard of this rank from the `held` of all ranks."""
 
 
+class Compared(NamedTuple):
+    """A source of which this rank has made its part, which counts only if all ranks agree."""
+
+    facts: list[Fact]
+    made: Any
+    held: Any = None
+    epochs: Epochs | None = None
+
+    def part(self, held: Sequence[Any]) -> Any:
+        """Returns what this rank has made."""
+        return self.made
+
+
 def prepare(make_source: Callable[[], Source]) -> Any:
     """Makes the source on every rank, checks that all agree, and returns the shard of this rank.
 
     Collective: every rank; blocks. An error on one rank is raised on every rank.
     """
-    source, failure = _attempt(make_source)
-    if runtime.fit_size() == 1:
-        reports = [_report(source, failure)]
-    else:
-        reports = ops.allgather_object(
-            _report(source, failure), name="data.shard", process_set=runtime.fit_set()
-        )
-    if failure is not None:
-        raise failure
-    for _, _, report in reports:
-        if report is not None:
-            kind, text = report
+    try:
+        source = make_source()
+    except Exception as failure:  # raised after the other ranks know of it
+        _exchanged(([], None, _described(failure)))
+        raise
+    reports = _exchanged((source.facts, source.held, None))
+    for _, _, failed in reports:
+        if failed is not None:
+            kind, text = failed
             raise kind(text)
     _compare([facts for facts, _, _ in reports])
-    if source is None:
-        raise errors.DataError("There is no data.")
     part = source.part([held for _, held, _ in reports])
     epochs.register(part, getattr(source, "epochs", None))
     # `fit` shuffles arrays only and warns for all other data, on every rank and in every call; this
@@ -58,28 +67,26 @@ def prepare(make_source: Callable[[], Source]) -> Any:
     return part
 
 
-_Report = tuple[list[Fact], Any, tuple[type[errors.KerasDistError], str] | None]
+_Failure = tuple[type[errors.KerasDistError], str]
+_Report = tuple[list[Fact], Any, _Failure | None]
 
 
-def _attempt(make_source: Callable[[], Source]) -> tuple[Source | None, Exception | None]:
-    try:
-        return make_source(), None
-    except Exception as failure:  # raised after the other ranks know of it
-        return None, failure
+def _exchanged(report: _Report) -> list[_Report]:
+    if runtime.fit_size() == 1:
+        return [report]
+    return ops.allgather_object(report, name="data.shard", process_set=runtime.fit_set())
 
 
-def _report(source: Source | None, failure: Exception | None) -> _Report:
-    if source is not None:
-        return source.facts, source.held, None
+def _described(failure: Exception) -> _Failure:
     if isinstance(failure, errors.KerasDistError):
-        return [], None, (type(failure), str(failure))
+        return type(failure), str(failure)
     text = errors.explain(
         runtime.where(),
         "data that can be read",
         f"{type(failure).__name__}: {failure}",
         "Fix the data on that rank; see its traceback.",
     )
-    return [], None, (errors.DataError, text)
+    return errors.DataError, text
 
 
 def _compare(facts: Sequence[Sequence[Fact]]) -> None:

@@ -13,26 +13,23 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 
-class Reshardable(Protocol):
-    """Data that can be distributed again after ranks have died."""
-
-    def reshard(self, rank: int, size: int) -> None:
-        """Distributes the data over other ranks, from the next epoch on."""
-
-
 class Epochs:
-    """The number of the current epoch of a data set."""
+    """The number of the current epoch of a data set.
 
-    def __init__(self, kind: str, data: Reshardable | None = None):
+    Args:
+        data: `indexed.Batches` that can be distributed again after ranks have died.
+    """
+
+    def __init__(self, kind: str, global_batch: int | None = None, data: Any = None):
         self.kind = kind
         self.number = 0
         # Samples of all ranks in a step, if the order does not depend on the number of ranks.
-        self.global_batch: int | None = None
+        self.global_batch = global_batch
         # Returns the index of the sample of each row of this rank, if the data keeps its order.
         self.samples: Callable[[], np.ndarray] | None = None
         # What determines the shapes of the batches of this rank, if it is known.
@@ -50,7 +47,7 @@ class Epochs:
             self.number += 1
             return self.number - 1
 
-    def data(self) -> Reshardable | None:
+    def data(self) -> Any:
         """Returns the data if it is alive and can be distributed again."""
         return self._data()
 

@@ -7,32 +7,45 @@ as it lives, and so do its forks; a later request for the source removes entries
 without a lock.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
+import tarfile
 import tempfile
 import threading
 import urllib.request
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from keras_dist.data.archives import unpack
-from keras_dist.data.cache_directory import USE, NotOwnError, hold, is_held, own_directory
-from keras_dist.data.content_digests import Contents, contents_of, find_others, size_of
-from keras_dist.storage.ownership import describe, private_name
+from keras_dist.storage.ownership import describe, find_unsafe, is_private_directory, private_name
 
 CHUNK_NBYTES = 1 << 20
+THREADS = 8  # a disk is faster than one thread that hashes
 POLL_SECONDS = 0.5
 TIMEOUT_SECONDS = 60.0  # without data from a server
 NOTE = "note.json"
+USE = "use"  # the file of an entry that is locked while the entry is in use
 
+_held: dict[str, int] = {}  # descriptors with a lock, by entry; open until the process ends
 _log = logging.getLogger("keras_dist")
+
+
+class NotOwnError(PermissionError):
+    """A path in the cache belongs to another user, or others may replace it."""
+
+    def __init__(self, expected: str, path: Path, remedy: str):
+        self.expected, self.received, self.remedy = expected, describe(path), remedy
+        super().__init__(f"{expected}: {self.received}")
 
 
 def is_url(source: str) -> bool:
@@ -78,32 +91,31 @@ class Fetch:
             NotOwnError: the copy belongs to another user, or others may replace it.
             Exception: copying failed; nothing is left of it.
         """
-        self._own_dir = own_directory(self.cache_dir)
+        self._own_dir = _own_directory(self.cache_dir)
         with self._lock():
-            stamp = self._stamp()
-            name = self._key if stamp is None else f"{self._key}-{_digest(stamp)}"
+            name = self._key
+            if not is_url(self.source):  # a file that has changed gets another entry
+                status = os.stat(self.source)
+                name += f"-{_digest([status.st_size, status.st_mtime_ns])}"
             self._entry = self._own_dir / name
             self._remove_unused()
             if not self._is_valid():
-                self._copy_entry()
+                self.doing, self.done_nbytes, self.total_nbytes = "caching", 0, 0
+                made = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=self._own_dir))
+                try:
+                    self._fill(made)
+                    self._publish(made)
+                finally:
+                    shutil.rmtree(made, ignore_errors=True)
                 self.fetched = True
             hold(self.path)
-
-    def _copy_entry(self) -> None:
-        self.doing, self.done_nbytes, self.total_nbytes = "caching", 0, 0
-        made = Path(tempfile.mkdtemp(prefix=f".{self._entry.name}.", dir=self._own_dir))
-        try:
-            self._fill(made)
-            self._publish(made)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
 
     def _remove_unused(self) -> None:
         """Removes files of killed processes, and older versions without a lock."""
         for left in self._own_dir.glob(f".{self._key}*"):
             shutil.rmtree(left, ignore_errors=True)
         for entry in self._own_dir.glob(f"{self._key}-*"):
-            if entry != self._entry and not is_held(entry):
+            if entry != self._entry and not _is_held(entry):
                 shutil.rmtree(entry, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -127,41 +139,62 @@ class Fetch:
         if not os.path.lexists(self._entry):
             return False
         self._check_owner()
-        if self._has_digests():
-            return True
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            recorded = json.loads((self._entry / NOTE).read_text())["contents"]
+            statuses = (path.lstat() for path in _walk(self.path))
+            self.doing = "verifying"
+            self.total_nbytes = sum(each.st_size for each in statuses if stat.S_ISREG(each.st_mode))
+            if self._contents_of(self.path) == recorded:
+                return True
         _log.warning("%s has changed since it was copied: it is copied again.", self.path)
         return False
 
     def _check_owner(self) -> None:
-        note = self._entry / NOTE
-        other = next((p for p in (self._entry, note, self.path) if p.is_symlink()), None)
-        other = other or find_others(self._entry)
-        if other is not None:
-            raise NotOwnError(
-                f"{other}, in the cache, to belong to this user and not to be a link",
-                describe(other),
-                f"Find out who has made it, and remove {self._entry}.",
-            )
+        own, me = (self._entry, self._entry / NOTE, self.path), os.getuid()
+        other = next((path for path in own if path.is_symlink()), None)
+        others = (path for path in _walk(self._entry) if path.lstat().st_uid != me)
+        if (other := other or next(others, None)) is not None:
+            expected = f"{other}, in the cache, to belong to this user and not to be a link"
+            remedy = f"Find out who has made it, and remove {self._entry}."
+            raise NotOwnError(expected, other, remedy)
 
-    def _has_digests(self) -> bool:
-        try:
-            recorded = json.loads((self._entry / NOTE).read_text())["contents"]
-            self.doing, self.total_nbytes = "verifying", size_of(self.path)
-            return bool(contents_of(self.path, on_read=self._count) == recorded)
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return False
+    def _contents_of(self, root: Path) -> dict[str, str]:
+        """Returns the digest, or the kind of another entry, of each path below a root."""
+        found: dict[str, str] = {}
+        unread = []
+        for path in _walk(root):
+            name, mode = path.relative_to(root).as_posix(), path.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                found[name] = "directory"
+            elif stat.S_ISLNK(mode):
+                found[name] = f"link to {os.readlink(path)}"
+            elif not stat.S_ISREG(mode):
+                raise OSError(f"{path} is neither a file nor a directory")
+            elif path in self._digests:
+                found[name] = self._digests[path]
+            else:
+                unread.append(name)
+
+        def read(names: list[str]) -> dict[str, str]:
+            return {name: self._digest_of(root / name) for name in names}
+
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            for digests in pool.map(read, [unread[n::THREADS] for n in range(THREADS)]):
+                found |= digests
+        return found
+
+    def _digest_of(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(CHUNK_NBYTES):
+                digest.update(chunk)
+                self._count(len(chunk))
+        return digest.hexdigest()
 
     def _count(self, nbytes: int) -> None:
         self._check_stop()
         with self._counting:
             self.done_nbytes += nbytes
-
-    def _stamp(self) -> list[int] | None:
-        """Returns size and modification time of the source; `None` for a download."""
-        if is_url(self.source):
-            return None
-        status = os.stat(self.source)
-        return [status.st_size, status.st_mtime_ns]
 
     def _fill(self, folder: Path) -> None:
         target = folder / self.name
@@ -173,12 +206,13 @@ class Fetch:
         elif self.unpack:
             archive = folder / f"{target.name}.archive"
             self._copy(archive)
-            unpack(archive, target)
+            _unpack(archive, target)
             archive.unlink()
         else:
             self._copy(target)
-        contents: Contents = contents_of(target, self._digests, lambda _: self._check_stop())
-        (folder / NOTE).write_text(json.dumps({"contents": contents}))
+        done = self.done_nbytes  # unpacked files have other sizes
+        (folder / NOTE).write_text(json.dumps({"contents": self._contents_of(target)}))
+        self.done_nbytes = done
 
     def _copy(self, target: Path) -> None:
         """Copies the source to a file, and checks it."""
@@ -236,3 +270,81 @@ class Fetch:
 
 def _digest(facts: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=10).hexdigest()
+
+
+def hold(path: Path) -> None:
+    """Protects an entry from removal until this process ends."""
+    entry = str(path.parent)
+    if entry not in _held:
+        _held[entry] = os.open(path.parent / USE, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(_held[entry], fcntl.LOCK_SH)
+
+
+def _is_held(entry: Path) -> bool:
+    """Tells whether a process holds a lock on an entry."""
+    try:
+        with open(entry / USE) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _own_directory(cache_dir: Path) -> Path:
+    """Returns the directory of this user's entries, which no other user can write or replace."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    real = Path(os.path.realpath(cache_dir))  # a link may be replaced while it is used
+    if (unsafe := find_unsafe(real)) is not None:
+        expected = f"{unsafe} to belong to this user or root, and others not to write to it"
+        remedy = "Pass a cache_dir whose contents other users cannot replace."
+        raise NotOwnError(expected, unsafe, remedy)
+    own = real / private_name()
+    own.mkdir(mode=0o700, exist_ok=True)
+    if not is_private_directory(own):
+        expected = f"{own} to be a directory of this user alone"
+        raise NotOwnError(expected, own, "Remove it, or pass another cache_dir.")
+    return own
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Yields a path and all paths below it, without following links."""
+    yield root
+    if not stat.S_ISDIR(root.lstat().st_mode):
+        return
+    for folder, directories, files in os.walk(root, onerror=_raise):
+        yield from (Path(folder, name) for name in (*directories, *files))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _unpack(archive: Path, target: Path) -> None:
+    """Unpacks a tar or zip file into a new directory, without writing outside of it."""
+    target.mkdir()
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as opened:
+            for name in opened.namelist():
+                if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                    raise OSError(f"it has {name!r}, a path outside of it")
+            opened.extractall(target)
+    else:
+        with tarfile.open(archive) as opened:
+            if hasattr(tarfile, "data_filter"):
+                opened.extractall(target, filter="data")
+            else:  # Python before 3.11.4
+                opened.extractall(target, _files_in(opened))
+
+
+def _files_in(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yields the members of an archive, which must be files or directories within it."""
+    for member in archive:
+        path = PurePosixPath(member.name)
+        if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
+            raise OSError(f"it has {member.name!r}, a link or a path outside of it")
+        member.uid, member.gid = os.getuid(), os.getgid()
+        member.uname = member.gname = ""  # root would give the files to users of these names
+        member.mode = member.mode & 0o755 | (0o700 if member.isdir() else 0o600)
+        yield member

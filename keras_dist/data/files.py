@@ -1,148 +1,154 @@
-"""Lists of files: file i belongs to rank i % size; with too few files, element i does."""
+"""Lists of files, which all ranks compare, and their index: each rank inspects some files.
+
+File i belongs to rank `i % size`; with too few files, element i does.
+"""
 
 import dataclasses
+import glob
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal, get_args
 
-from keras_dist import errors
-from keras_dist.data.consistency import Source
+import numpy as np
+
+from keras_dist import errors, runtime
+from keras_dist.data.consistency import Compared, Source
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
+from keras_dist.data.nested import mapped
 from keras_dist.data.shard_options import Fact, ShardOptions
-from keras_dist.data.spread import Spread, plan_spread
+
+Path = str | os.PathLike[str]
+Paths = Path | Sequence[Path]  # a path, a glob pattern, or a list of them
+Unreadable = Literal["raise", "skip"]
 
 SORTED = "Pass the same files in the same order on every rank, as with sorted(files)."
+NAMED = 5  # files that a message names
 
 
-def are_files(data: Any) -> bool:
-    """Tells whether this is a list or tuple of file names or paths."""
-    return (
-        isinstance(data, list | tuple)
-        and len(data) > 0
-        and all(isinstance(name, str | os.PathLike) for name in data)
-    )
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The contents of a file.
+
+    Args:
+        layout: name, dtype and row shape of each array; equal for all files.
+    """
+
+    lengths: tuple[int, ...]
+    layout: tuple[tuple[str, str, tuple[int, ...]], ...]
+    names: Any
+
+    @property
+    def example(self) -> Any:
+        """Empty arrays in the structure of a batch."""
+        arrays = {name: np.empty((0, *shape), dtype) for name, dtype, shape in self.layout}
+        return mapped(lambda name: arrays[name], self.names)
 
 
-def source_of_files(data: Sequence[str | os.PathLike[str]], options: ShardOptions) -> Source:
-    """Returns the source that shards these files: by name, by file or by element."""
-    names = [os.fspath(name) for name in data]
-    if options.reader is None:
-        return FileNames(names, options)
-    options = dataclasses.replace(options, batch_size=options.batch_size or DEFAULT_BATCH_SIZE)
-    if len(names) >= options.size:
-        return FileSource(names, options)
-    return _source_of_elements(names, options)
+class FileIndex:
+    """Files, each inspected by one rank."""
+
+    def __init__(
+        self,
+        look: Callable[[str], Found],
+        paths: Sequence[str],
+        options: ShardOptions,
+        unreadable: Unreadable,
+        facts: Sequence[Fact],
+        own: bool = False,
+        visible: bool = True,
+    ):
+        self.paths, self.options, self.own = paths, options, own
+        if unreadable not in get_args(Unreadable):
+            choices = " or ".join(map(repr, get_args(Unreadable)))
+            remedy = "'raise' reports the file as an error, 'skip' skips it with a message."
+            raise options.argument_error(f"unreadable to be {choices}", repr(unreadable), remedy)
+        self._unreadable = unreadable
+        self.facts = [*facts, Fact("unreadable", unreadable), *options.facts()]
+        begin, stride = (0, 1) if own else (options.rank, options.size)
+        found = [self._attempt(look, path) for path in paths[begin::stride]]
+        opened = [self._attempt(_open, path) for path in paths] if visible else []
+        missing = {n: reason for n, reason in enumerate(opened) if isinstance(reason, str)}
+        self.held: Any = found, missing
+
+    def found(self, held: Sequence[Any]) -> list[dict[int, Found]]:
+        """Returns the contents of the readable files by file number, given `held` of all ranks.
+
+        The list has one entry for all ranks; with `own`, one entry for each rank.
+        """
+        by_rank = self._merged(held)
+        everything = [each for found in by_rank for each in found.values()]
+        bad = [each for each in everything if isinstance(each, str)]
+        if len(bad) == len(everything):
+            reason, remedy = " ".join(bad[:1]) or "none", "Check the paths on every node."
+            raise self.options.data_error("readable files", reason, remedy)
+        if bad:
+            more = f" And {len(bad) - NAMED} more." if len(bad) > NAMED else ""
+            names = " ".join(bad[:NAMED])
+            runtime.notify(f"keras_dist skips {len(bad)} files that cannot be read: {names}{more}")
+        good = [{n: f for n, f in found.items() if isinstance(f, Found)} for found in by_rank]
+        self._compare([(n, f) for found in good for n, f in found.items()])
+        return good
+
+    def _merged(self, held: Sequence[Any]) -> list[dict[int, Found | str]]:
+        if self.own:
+            return [dict(enumerate(found)) for found, _ in held]
+        merged: dict[int, Found | str] = {}
+        for rank, (found, _) in enumerate(held):
+            merged |= {number * len(held) + rank: each for number, each in enumerate(found)}
+        for _, missing in held:
+            merged |= missing
+        return [dict(sorted(merged.items()))]
+
+    def _compare(self, good: Sequence[tuple[int, Found]]) -> None:
+        number, first = good[0]
+        for other, each in good:
+            if each.layout != first.layout:
+                raise self.options.data_error(
+                    f"rows of {self.paths[other]} to be {first.layout} as in {self.paths[number]}",
+                    f"{each.layout}",
+                    "Write all files with the same layout.",
+                )
+
+    def _attempt(self, look: Callable[[str], Any], path: str) -> Any:
+        """Returns the result of `look`, or the text of the error."""
+        try:
+            return look(path)
+        except Exception as failure:  # a damaged file may raise anything
+            text = " ".join(str(failure).split()) or type(failure).__name__
+            if not isinstance(failure, errors.DataError):
+                text = self.options.explain(
+                    f"{path} to be readable",
+                    f"{type(failure).__name__}: {text}",
+                    "Replace the file, or pass unreadable='skip'.",
+                )
+            if self._unreadable == "raise":
+                raise errors.DataError(text) from failure
+            return text
 
 
-class FileNames:
-    """Files that the user reads: each rank receives the names of its files."""
-
-    held = None
-
-    def __init__(self, names: Sequence[str], options: ShardOptions):
-        remedy = "Pass reader, a function from a list of file names to a tf.data.Dataset."
-        reading = "batch_size global_batch_size batched shuffle steps shuffle_buffer draws".split()
-        options.refuse("files without a reader", dict.fromkeys(reading, remedy))
-        if len(names) < options.size:
-            raise errors.DataError(
-                options.where,
-                f"at least {options.size} files, one for each rank",
-                str(len(names)),
-                "Pass reader to shard the elements in the files, or use more files or fewer ranks.",
-            )
-        self._mine = list(names[options.rank :: options.size])
-        self.facts = [*facts_of_files(names), *options.facts()]
-
-    def part(self, held: Sequence[int | None]) -> list[str]:
-        """Returns the names of this rank's files."""
-        return self._mine
+def _open(path: str) -> None:
+    with open(path, "rb"):
+        pass
 
 
-class FileSource:
-    """Files of which each rank reads its own; the number of elements may differ by rank."""
-
-    def __init__(self, names: Sequence[str], options: ShardOptions):
-        from keras_dist.data.tf_caches import held_files, with_own_cache
-        from keras_dist.data.tf_dataset import count_elements
-        from keras_dist.data.tf_shuffle import epochs_of
-
-        _no_global_order(options)
-        self._options = options
-        read = _read(names[options.rank :: options.size], options)
-        self._dataset = with_own_cache(read, options)
-        self._count = None if options.steps else count_elements(self._dataset)
-        self.held = self._count, held_files(self._dataset, complete=True)
-        if self._count is not None and self._count < 0:
-            raise errors.DataError(
-                options.where,
-                "data with an end, or steps",
-                "a reader whose tf.data.Dataset has no end",
-                "Remove .repeat() from the reader, or pass steps.",
-            )
-        self.facts = [*facts_of_files(names), *options.facts()]
-        self.epochs = epochs_of(self.facts, options)
-        self.epochs.global_batch = None  # files are sharded, not samples
-
-    def part(self, held: Sequence[tuple[int | None, Any]]) -> Any:
-        """Returns this rank's batches, given the number of elements of each rank."""
-        from keras_dist.data.tf_caches import with_own_caches
-        from keras_dist.data.tf_dataset import limited_batches, spread_batches
-
-        options, batch_size = self._options, self._options.batch_size or DEFAULT_BATCH_SIZE
-        dataset = with_own_caches(self._dataset, [files for _, files in held], options)
-        counts = [count for count, _ in held if count is not None]
-        if self._count is None:
-            return limited_batches(dataset, options, self.epochs, whole=False)
-        spread = agreed_spread(counts, batch_size, options)
-        return spread_batches(dataset, self._count, spread, options, self.epochs)
-
-
-def _no_global_order(options: ShardOptions) -> None:
-    if options.shuffle != "global" and not options.draws:
-        return
-    raise errors.ArgumentError(
-        options.where,
-        "one data set that all ranks read, for one order of all samples",
-        f"{'sample()' if options.draws else 'shuffle=global'} with a list of files",
-        "Pass reader(files), one tf.data.Dataset of all files, instead of the list.",
-    )
-
-
-def _source_of_elements(names: Sequence[str], options: ShardOptions) -> Source:
-    from keras_dist.data import tf_dataset
-
-    dataset = _read(names, options)
-    if options.steps is None:
-        dataset = tf_dataset.with_length(dataset)
-    source = tf_dataset.TfSource(dataset, dataclasses.replace(options, reader=None))
-    source.facts[:0] = facts_of_files(names)
-    return source
-
-
-def _read(names: Sequence[str], options: ShardOptions) -> Any:
-    import tensorflow as tf
-
-    dataset = options.reader(list(names)) if options.reader is not None else None
-    if not isinstance(dataset, tf.data.Dataset):
-        raise options.wrong_kind("reader to return a tf.data.Dataset", dataset)
-    return dataset
-
-
-def agreed_spread(counts: Sequence[int], batch_size: int, options: ShardOptions) -> Spread:
-    """Plans this rank's batches from the number of elements of each rank."""
-    spread = plan_spread(counts, options.rank, batch_size, options.remainder)
-    if spread is None:
-        raise errors.DataError(
-            options.where,
-            f"files with elements for {-(-max(counts) // batch_size)} steps on each rank, as "
-            f"on the rank with the most elements",
-            f"{counts} elements by rank",
-            "Use files of similar length, their number a multiple of the number of ranks, "
-            "or a larger batch_size, or remainder='pad'.",
-        )
-    return spread
+def expanded(paths: Paths, options: ShardOptions) -> list[str]:
+    """Expands patterns into paths."""
+    found = []
+    for path in [paths] if isinstance(paths, str | os.PathLike) else list(paths):
+        if not isinstance(path, str | os.PathLike):
+            raise options.wrong_kind("a path", path)
+        name = os.fspath(path)
+        is_pattern = glob.has_magic(name) and not os.path.exists(name)
+        matches = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
+        if not matches:
+            remedy = "Check the path on every node."
+            raise options.data_error(f"files that match {name}", "none", remedy)
+        found += matches
+    if not found:
+        raise options.data_error("paths of files", "none", "Pass at least one.")
+    return found
 
 
 def facts_of_names(names: Sequence[str]) -> list[Fact]:
@@ -159,3 +165,65 @@ def facts_of_files(names: Sequence[str]) -> list[Fact]:
     """Returns the facts about files on which all ranks must agree."""
     # The directory of a data set may differ by node, so the last part of a path counts.
     return facts_of_names([PurePath(name).name for name in names])
+
+
+# --- Lists of files that `shard` takes
+
+
+def are_files(data: Any) -> bool:
+    """Tells whether this is a list or tuple of file names or paths."""
+    return (
+        isinstance(data, list | tuple)
+        and len(data) > 0
+        and all(isinstance(name, str | os.PathLike) for name in data)
+    )
+
+
+def source_of_files(data: Sequence[str | os.PathLike[str]], options: ShardOptions) -> Source:
+    """Returns the source that shards these files: by name, by file or by element."""
+    names = [os.fspath(name) for name in data]
+    if options.reader is None:
+        return _names_of_rank(names, options)
+    options = dataclasses.replace(options, batch_size=options.batch_size or DEFAULT_BATCH_SIZE)
+    from keras_dist.data import tf_dataset
+
+    facts = facts_of_files(names)
+    if len(names) >= options.size:
+        if options.way in ("global", "draw"):
+            raise options.argument_error(
+                "one data set that all ranks read, for one order of all samples",
+                f"{'sample()' if options.draws else 'shuffle=global'} with a list of files",
+                "Pass reader(files), one tf.data.Dataset of all files, instead of the list.",
+            )
+        dataset = _read(names[options.rank :: options.size], options)
+        return tf_dataset.FileSource(dataset, facts, options)
+    dataset = _read(names, options)
+    if options.steps is None:
+        dataset = tf_dataset.with_length(dataset)
+    source = tf_dataset.TfSource(dataset, dataclasses.replace(options, reader=None))
+    source.facts[:0] = facts
+    return source
+
+
+def _names_of_rank(names: Sequence[str], options: ShardOptions) -> Compared:
+    """Returns the names of this rank's files, which the user reads."""
+    remedy = "Pass reader, a function from a list of file names to a tf.data.Dataset."
+    reading = "batch_size global_batch_size batched shuffle steps shuffle_buffer draws".split()
+    options.refuse("files without a reader", dict.fromkeys(reading, remedy))
+    if len(names) < options.size:
+        raise options.data_error(
+            f"at least {options.size} files, one for each rank",
+            str(len(names)),
+            "Pass reader to shard the elements in the files, or use more files or fewer ranks.",
+        )
+    facts = [*facts_of_files(names), *options.facts()]
+    return Compared(facts, names[options.rank :: options.size])
+
+
+def _read(names: Sequence[str], options: ShardOptions) -> Any:
+    import tensorflow as tf
+
+    dataset = options.reader(list(names)) if options.reader is not None else None
+    if not isinstance(dataset, tf.data.Dataset):
+        raise options.wrong_kind("reader to return a tf.data.Dataset", dataset)
+    return dataset

@@ -1,12 +1,15 @@
-"""`gather`: the rows of all ranks in the order of the data set."""
+"""`gather`, the rows of all ranks in the order of the data set, and batches for predictions."""
 
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from keras_dist import errors, ops, runtime
 from keras_dist.data import epochs
-from keras_dist.data.nested import as_array
+from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
+from keras_dist.data.nested import as_array, is_a, is_tensor, is_tf_dataset, leaves
 from keras_dist.runtime.process_sets import ProcessSet
 
 
@@ -53,7 +56,7 @@ def gather(
 
     comm = runtime.communicator(process_set)
     rows = [as_array(leaf) for leaf in tree.flatten(values)]
-    known = None if data is None else _indices(data)
+    known = None if data is None else indices_of(data)
     counts = [len(leaf) if leaf.ndim else -1 for leaf in rows]
     expected = counts[:1] if known is None else [len(known)]
     fits = rows and set(counts) == set(expected)
@@ -93,13 +96,8 @@ def in_order(
     return found if comm.rank == 0 else None
 
 
-def check_order(data: Any) -> None:
-    """Checks that the rows of a shard can be put in the order of the data set."""
-    _indices(data)
-
-
-def _indices(data: Any) -> np.ndarray:
-    """Returns the number of the sample of each row of this rank's shard."""
+def indices_of(data: Any) -> np.ndarray:
+    """Returns the number of the sample of each row of this rank's shard; raises if it has none."""
     found = epochs.of(data)
     if found is not None and found.samples is not None:
         return found.samples()
@@ -120,3 +118,73 @@ def _fail(rank: int, size: int, received: str) -> None:
         received,
         "Pass the outputs for all samples of the shard, and the shard itself as data.",
     )
+
+
+# --- Predictions
+
+
+class Turns(NamedTuple):
+    """The batches of a rank: batch i of a whole data set belongs to rank `i % size`.
+
+    `shard` gives all ranks equal numbers of steps. Predictions need no steps in common, but each
+    sample once.
+    """
+
+    batches: Iterator[Any]
+    total: int | None
+
+
+def in_turn(data: Any, batch_size: int | None, steps: int | None, rank: int, size: int) -> Turns:
+    """Returns the batches of one rank, from data as `model.predict` takes it."""
+    if isinstance(data, tuple | list | dict) or is_tensor(data):
+        return _of_arrays(data, batch_size or DEFAULT_BATCH_SIZE, steps, rank, size)
+    if batch_size is not None:
+        _refuse(errors.ArgumentError, "no batch_size for data of batches", str(batch_size))
+    if is_tf_dataset(data):
+        from keras_dist.data import tf_order
+
+        if (reason := tf_order.unordered(data)) is not None and size > 1:
+            _refuse(errors.DataError, "a tf.data.Dataset with the same order on all ranks", reason)
+        data = data if steps is None else data.take(steps)
+        mine = data.shard(size, rank)
+        count = int(mine.cardinality())
+        return Turns(map(_inputs, mine), count if count >= 0 else None)
+    if is_a(data, "torch", "DataLoader"):
+        from keras_dist.data.torch_loader import every_nth_batch
+
+        data = every_nth_batch(data, rank, size, steps)
+        return Turns(map(_inputs, data), len(data))
+    if is_a(data, "keras", "PyDataset") and data.num_batches is not None:
+        mine = range(rank, min(data.num_batches, steps or data.num_batches), size)
+        return Turns((_inputs(data[index]) for index in mine), len(mine))
+    elements = iter(data() if callable(data) and not hasattr(data, "__iter__") else data)
+    return Turns(map(_inputs, itertools.islice(elements, rank, steps, size)), None)
+
+
+def _of_arrays(data: Any, batch_size: int, steps: int | None, rank: int, size: int) -> Turns:
+    from keras import tree
+
+    arrays = tree.map_structure(as_array, data)
+    total = len(next(leaves(arrays))[1])
+    batches = -(-total // batch_size)
+    mine = range(rank, min(batches, steps or batches), size)
+
+    def batch(index: int) -> Any:
+        rows = slice(index * batch_size, (index + 1) * batch_size)
+        return tree.map_structure(lambda array: array[rows], arrays)
+
+    return Turns(map(batch, mine), len(mine))
+
+
+def _inputs(batch: Any) -> Any:
+    import keras
+
+    inputs = keras.utils.unpack_x_y_sample_weight(batch)[0]
+    if keras.config.backend() == "tensorflow":
+        return inputs
+    return keras.tree.map_structure(as_array, inputs)
+
+
+def _refuse(kind: type[errors.KerasDistError], expected: str, received: str) -> None:
+    remedy = "Pass data that is the same on every rank, in one order, as to model.predict."
+    raise kind(errors.explain(runtime.where(), expected, received, remedy))

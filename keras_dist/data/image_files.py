@@ -1,25 +1,29 @@
 """Image files with labels, read by Pillow: each image is a shard."""
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from keras_dist import errors
 from keras_dist.data import consistency
-from keras_dist.data.decoding import Decoder, found_of
-from keras_dist.data.file_index import Found, Unreadable
-from keras_dist.data.files import facts_of_names
-from keras_dist.data.image_labels import Classes, LabelMode, labels_of, listed
-from keras_dist.data.order import Shuffle
-from keras_dist.data.partition import Remainder
+from keras_dist.data.files import Found, Unreadable, facts_of_names
+from keras_dist.data.partition import Remainder, Shuffle
 from keras_dist.data.shard_options import Fact, ShardOptions
-from keras_dist.data.shard_source import Location, ShardSource
+from keras_dist.data.shard_source import Decoder, Location, Read, ShardSource, found_of
 
+LabelMode = Literal["int", "categorical", "binary", "raw"]
 ColorMode = Literal["rgb", "rgba", "grayscale"]
 PILLOW_MODE = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
+ALL = 1 << 62  # images that are shuffled together
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+SAME = (
+    "Copy the same images to all nodes. If each rank reads different images, pass own=True, which "
+    "combines the classes of all ranks."
+)
 
 
 def image_dataset(
@@ -117,7 +121,9 @@ def image_dataset(
             facts += facts_of_names(found.names)
             facts.append(Fact("the labels", labels is not None and _digest(labels)))
         # A rank only needs access to the images that it inspects.
-        return ShardSource(files, found.paths, options, unreadable, facts, own, visible=False)
+        return ShardSource(
+            files, found.paths, options, unreadable, facts, own, visible=False, mixed=ALL
+        )
 
     dataset = consistency.prepare(make_source)
     dataset.class_names = classes
@@ -127,8 +133,6 @@ def image_dataset(
 class ImageFiles:
     """Image files."""
 
-    mixed = 1 << 62  # all images are shuffled together
-
     def __init__(
         self,
         labels: np.ndarray | None,
@@ -137,21 +141,13 @@ class ImageFiles:
         unreadable: Unreadable,
         options: ShardOptions,
     ):
-        for holds, expected, received in (
-            (
-                len(image_size) == 2 and all(type(n) is int and n > 0 for n in image_size),
-                "image_size to be height and width in pixels",
-                image_size,
-            ),
-            (
-                color_mode in get_args(ColorMode),
-                f"color_mode to be one of {', '.join(map(repr, get_args(ColorMode)))}",
-                color_mode,
-            ),
-        ):
-            if not holds:
-                remedy = "See image_dataset()."
-                raise errors.ArgumentError(options.where, expected, repr(received), remedy)
+        remedy = "See image_dataset()."
+        if len(image_size) != 2 or not all(type(n) is int and n > 0 for n in image_size):
+            expected = "image_size to be height and width in pixels"
+            raise options.argument_error(expected, repr(image_size), remedy)
+        if color_mode not in get_args(ColorMode):
+            expected = f"color_mode to be one of {', '.join(map(repr, get_args(ColorMode)))}"
+            raise options.argument_error(expected, repr(color_mode), remedy)
         self._size, self._mode = image_size, PILLOW_MODE[color_mode]
         self._unreadable = unreadable
         self._labels = labels
@@ -166,9 +162,10 @@ class ImageFiles:
         with Image.open(path):
             return self._found  # one object for all images, which pickle sends once
 
-    def reader(self, locations: Sequence[Location], found: Found) -> "ImageReader":
-        """Returns the reader of the images."""
-        return ImageReader(locations, self._decode, found, self._unreadable)
+    def reader(self, locations: Sequence[Location], found: Found) -> Read:
+        """Returns the function that decodes images."""
+        decoder = Decoder(self._decode, lambda location: location.path, self._unreadable)
+        return lambda shards, rows: decoder.batch([locations[each] for each in shards.tolist()])
 
     def _decode(self, location: Location) -> Any:
         from PIL import Image
@@ -182,21 +179,6 @@ class ImageFiles:
         return array if self._labels is None else (array, self._labels[location.file])
 
 
-class ImageReader:
-    """Decodes images."""
-
-    def __init__(
-        self, locations: Sequence[Location], decode: Any, found: Found, unreadable: Unreadable
-    ):
-        self.example = found.example
-        self._locations = locations
-        self._decoder = Decoder(decode, lambda location: location.path, unreadable)
-
-    def read(self, shards: np.ndarray, rows: np.ndarray) -> Any:
-        """Returns a batch of decoded images."""
-        return self._decoder.batch([self._locations[shard] for shard in shards.tolist()])
-
-
 def _eight_bits(image: Any) -> Any:
     """Returns the upper 8 bits of a grey image of 16 bits, as Keras does, where Pillow cuts off."""
     from PIL import Image
@@ -208,3 +190,132 @@ def _eight_bits(image: Any) -> Any:
 
 def _digest(labels: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(labels).data, digest_size=6).hexdigest()
+
+
+# --- Lists of images, their classes and labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """Images and their targets."""
+
+    paths: list[str]
+    names: list[str]
+    targets: Any
+
+
+class Classes:
+    """The classes of the images of a rank, to be combined across ranks."""
+
+    def __init__(
+        self,
+        images: Images,
+        mode: LabelMode | None,
+        class_names: Sequence[str] | None,
+        own: bool,
+        options: ShardOptions,
+    ):
+        found = sorted(set(images.targets)) if mode not in (None, "raw") else []
+        unknown = set(found) - set(class_names if class_names is not None else found)
+        if unknown:
+            raise options.data_error(
+                f"images of the classes {list(class_names or ())}",
+                f"images of class {sorted(unknown)[0]!r}",
+                "Add the class to class_names, or remove these images.",
+            )
+        self._images, self._named, self._mode, self._options = images, class_names, mode, options
+        self.held = found
+        self.facts = [Fact("label_mode", mode), Fact("own", own)]
+        self.facts += [Fact("class_names", class_names and list(class_names))]
+        if not own:
+            self.facts.append(Fact("the classes of the images", found, SAME))
+
+    def part(self, held: Sequence[list[str]]) -> tuple[Images, list[str]]:
+        """Returns the images of this rank, and the classes in order, given `held` of all ranks."""
+        classes = sorted(set().union(*held)) if self._named is None else list(self._named)
+        if self._mode == "binary" and len(classes) != 2:
+            remedy = "Pass label_mode='int' or 'categorical'."
+            raise self._options.data_error(
+                "two classes for label_mode='binary'", f"{classes}", remedy
+            )
+        return self._images, classes
+
+
+def listed(
+    images: Any,
+    directory: str | os.PathLike[str] | None,
+    x_col: str,
+    y_col: str | Sequence[str],
+    mode: LabelMode | None,
+    options: ShardOptions,
+) -> Images:
+    """Lists the images of a directory or of a DataFrame."""
+    if mode not in (None, *get_args(LabelMode)):
+        choices = ", ".join(map(repr, (*get_args(LabelMode), None)))
+        expected, remedy = f"label_mode to be one of {choices}", "See image_dataset()."
+        raise options.argument_error(expected, repr(mode), remedy)
+    if isinstance(images, str | os.PathLike):
+        found = _of_directory(Path(images), mode, options)
+    elif hasattr(images, "columns"):
+        found = _of_frame(images, Path(directory or ""), x_col, y_col, mode, options)
+    else:
+        raise options.wrong_kind("a directory or a DataFrame", images)
+    if not found.paths:
+        raise options.data_error(f"images in {images!s:.200}", "none", SAME)
+    return found
+
+
+def _of_directory(directory: Path, mode: LabelMode | None, options: ShardOptions) -> Images:
+    if mode == "raw":
+        remedy = "Pass a DataFrame with a value for each image."
+        raise options.argument_error("no label_mode='raw' for a directory", "'raw'", remedy)
+    if not directory.is_dir():
+        raise options.data_error(f"a directory {directory}", "none", SAME)
+    found = sorted(
+        os.path.relpath(os.path.join(folder, name), directory)
+        for folder, _, names in os.walk(directory, followlinks=True)
+        for name in names
+        if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
+    )
+    if mode is not None:
+        found = [name for name in found if os.sep in name]
+    targets = [name.partition(os.sep)[0] for name in found] if mode is not None else None
+    return Images([str(directory / name) for name in found], found, targets)
+
+
+def _of_frame(
+    frame: Any,
+    directory: Path,
+    x_col: str,
+    y_col: str | Sequence[str],
+    mode: LabelMode | None,
+    options: ShardOptions,
+) -> Images:
+    wanted = [y_col] if isinstance(y_col, str) else list(y_col)
+    for column in [x_col, *(wanted if mode is not None else ())]:
+        if column not in frame.columns:
+            known = ", ".join(map(str, frame.columns))
+            remedy = "Pass x_col and y_col."
+            raise options.data_error(f"a column {column!r}", known, remedy)
+    names = [str(name) for name in frame[x_col]]
+    targets: Any = None
+    if mode == "raw":
+        targets = frame[wanted].to_numpy("float32")
+    elif mode is not None:
+        targets = [str(name) for name in frame[wanted[0]]]
+    return Images([str(directory / name) for name in names], names, targets)
+
+
+def labels_of(images: Images, classes: Sequence[str], mode: LabelMode | None) -> np.ndarray | None:
+    """Returns one label per image, in the form of `keras.utils.image_dataset_from_directory`."""
+    if mode is None:
+        return None
+    if mode == "raw":
+        return images.targets
+    number_of = {name: number for number, name in enumerate(classes)}
+    numbers = np.array([number_of[name] for name in images.targets], np.int32)
+    if mode == "binary":
+        return numbers.astype("float32")[:, None]
+    if mode == "categorical":
+        return np.eye(len(classes), dtype="float32")[numbers]
+    return numbers

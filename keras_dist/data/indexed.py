@@ -3,82 +3,54 @@
 Independent of frameworks.
 """
 
-import dataclasses
 import functools
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from keras_dist.data.batches import for_keras
 from keras_dist.data.epochs import Epochs, kind_of
-from keras_dist.data.order import Order
-from keras_dist.data.partition import Plan, PlanFor, plan_after_change
+from keras_dist.data.partition import Order, Plan, PlanFor, Spread
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 DEFAULT_BATCH_SIZE = 32
 WHOLE = "Pass shard() the same whole data set on every rank: it selects the shard of the rank."
 
 
-class Rows(Protocol):
-    """All samples of a data set."""
-
-    @property
-    def total(self) -> int:
-        """Number of samples."""
-
-    @property
-    def example(self) -> Any:
-        """Arrays in the structure of a batch, with its dtypes and shapes except the first axis.
-
-        `None` if batches may differ in them.
-        """
-
-    @property
-    def facts(self) -> list[Fact]:
-        """Properties that must be equal on all ranks."""
-
-    def take(self, indices: np.ndarray) -> Any:
-        """Returns new arrays with the samples at these indices."""
-
-
 class IndexedSource:
-    """A data set with random access, whole on every rank."""
+    """A data set with random access, whole on every rank; see `IndexedBatches`."""
 
     held = None
 
     def __init__(
         self,
-        rows: Rows,
+        total: int,
+        example: Any,
+        take: Any,
+        facts: Sequence[Fact],
         options: ShardOptions,
         batch_size: int = DEFAULT_BATCH_SIZE,
         of: str = "samples",
     ):
         batch_size = options.batch_size or batch_size
-        if options.draws:
-            plan = _plan_of_draws(rows.total, batch_size, options, of)
-        else:
-            options.need_samples(rows.total, of)
-            plan = options.plan(rows.total, batch_size)
-            options.need_steps(plan.steps)
-            plan = plan.limited(options.steps or plan.steps)
-        self.rows = rows
-        self.facts = [*rows.facts, Fact(f"the number of {of}", rows.total, WHOLE), *options.facts()]
-        order = Order(options.way, options.seed, rows.total)
-        may_shrink = options.may_shrink and not options.draws
-        plan_of = functools.partial(plan_for, rows.total, options, batch_size, plan.steps)
-        kind = kind_of(options.lasting(self.facts))
-        self.batches = Batches(rows, plan, order, kind, plan_of if may_shrink else None)
-        if rows.example is not None:
+        plan = options.epoch_plan(total, batch_size, of)
+        self.facts = [*facts, Fact(f"the number of {of}", total, WHOLE), *options.facts()]
+        order = Order(options.way, options.seed, total)
+        self.batches = IndexedBatches(
+            example,
+            take,
+            plan,
+            order.of,
+            kind_of(options.lasting(self.facts)),
+            None if order.knows_ranks else plan.batch_size * plan.size,
+            options.plans_after_loss(total, batch_size, plan.steps),
+        )
+        self.epochs = self.batches.epochs
+        if example is not None:
             self.epochs.shapes = plan.count, plan.steps, plan.batch_size
         if options.way is None and of == "samples":
             self.epochs.samples = functools.partial(plan.order, None, 0)
-
-    @property
-    def epochs(self) -> Epochs:
-        """The epochs of the data."""
-        return self.batches.epochs
 
     def part(self, held: Sequence[int | None]) -> Any:
         """Returns the batches of this rank as data for the Keras backend."""
@@ -86,77 +58,106 @@ class IndexedSource:
 
 
 class Batches:
-    """The batches of a rank in any epoch. Keeps no copy of the samples."""
+    """The batches of a rank in any epoch.
+
+    Args:
+        example: arrays in the structure of a batch, with its dtypes and shapes except the first
+            axis; `None` if batches may differ in them.
+        plan: number and sizes of the batches of an epoch.
+        kind: name of the data in `epochs`.
+        global_batch: samples of all ranks in a step, if the order does not depend on the ranks.
+        plan_for: makes the plan after ranks have died, if the data can be distributed again.
+    """
 
     def __init__(
         self,
-        rows: Rows,
-        plan: Plan,
-        order: Order,
-        kind: str = "arrays",
-        plan_for: PlanFor | None = None,
+        example: Any,
+        plan: Plan | Spread,
+        kind: str,
+        global_batch: int | None,
+        plan_for: PlanFor | None,
     ):
-        self.rows = rows
-        self.plan = plan
-        self._lock = threading.RLock()
+        self.example, self.plan = example, plan
+        self.epochs = Epochs(kind, global_batch, self if plan_for is not None else None)
         self._plan_among = plan_for
-        self.epochs = Epochs(kind, self if plan_for is not None else None)
-        if not order.knows_ranks:
-            self.epochs.global_batch = plan.batch_size * plan.size
-        self._order_by = order
-        self._cached = (0, order.of(plan, 0))
-
-    def batch(self, epoch: int, step: int) -> Any:
-        """Returns new arrays with the samples of a step, in the structure of the data."""
-        return self.rows.take(self.indices(epoch, step))
-
-    def indices(self, epoch: int, step: int) -> np.ndarray:
-        """Returns the indices of the samples of a step."""
-        with self._lock:
-            return self._order(epoch)[slice(*self.plan.bounds(step))]
-
-    @property
-    def example(self) -> Any:
-        """Arrays in the structure of a batch, see `Rows`."""
-        return self.rows.example
+        self._lock = threading.RLock()
 
     @property
     def sizes(self) -> set[int]:
         """The possible numbers of samples of a batch; empty if they may change."""
-        return set(self.plan.sizes()) if self._plan_among is None else set()
+        return set(self.plan.sizes) if self._plan_among is None else set()
+
+    def batch(self, epoch: int, step: int) -> Any:
+        """Returns new arrays with the samples of a step, in the structure of the data."""
+        raise NotImplementedError
 
     def reshard(self, rank: int, size: int) -> None:
         """Distributes the data over other ranks, from the next epoch on."""
-        if self._plan_among is None or (rank, size) == (self.plan.rank, self.plan.size):
+        plan = self.plan
+        if self._plan_among is None or not isinstance(plan, Plan):
             return
+        if (rank, size) != (plan.rank, plan.size):
+            with self._lock:
+                self.plan = self._plan_among(rank, size)
+                self.epochs.shapes = None  # batches have other sizes
+                self._forget()
+
+    def _forget(self) -> None:
+        """Drops what was made for the previous plan."""
+        raise NotImplementedError
+
+
+class IndexedBatches(Batches):
+    """The batches of a rank of samples with indices. Keeps no copy of the samples.
+
+    Args:
+        take: returns new arrays with the samples at indices; `None` if a loader of torch reads.
+        order: returns the indices of the samples of an epoch in order, from plan and epoch.
+    """
+
+    def __init__(
+        self,
+        example: Any,
+        take: Any,
+        plan: Plan | Spread,
+        order: Callable[[Any, int], np.ndarray],
+        kind: str,
+        global_batch: int | None = None,
+        plan_for: PlanFor | None = None,
+    ):
+        super().__init__(example, plan, kind, global_batch, plan_for)
+        self._take, self._order_of = take, order
+        self._known_epoch, self._order = 0, order(plan, 0)
+
+    def batch(self, epoch: int, step: int) -> Any:
+        """Returns new arrays with the samples of a step, in the structure of the data."""
+        return self._take(self.indices(epoch, step))
+
+    def indices(self, epoch: int, step: int) -> np.ndarray:
+        """Returns the indices of the samples of a step."""
         with self._lock:
-            self.plan = self._plan_among(rank, size)
-            self.epochs.shapes = None  # batches have other sizes
-            self._cached = (-1, np.empty(0, np.int64))
+            if self._known_epoch != epoch:
+                self._known_epoch, self._order = epoch, self._order_of(self.plan, epoch)
+            return self._order[slice(*self.plan.bounds(step))]
 
-    def _order(self, epoch: int) -> np.ndarray:
-        known, order = self._cached
-        if known != epoch and (self._order_by.way is not None or known < 0):
-            order = self._order_by.of(self.plan, epoch)
-            self._cached = (epoch, order)
-        return order
+    def _forget(self) -> None:
+        self._known_epoch = -1
 
 
-def plan_for(
-    total: int, options: ShardOptions, batch_size: int, steps: int, rank: int, size: int
-) -> Plan:
-    """Returns the plan of a rank after ranks may have died."""
-    first_rank = rank if size == options.size else 0
-    before = dataclasses.replace(options, rank=first_rank)
-    first = before.plan(total, batch_size).limited(steps)
-    if size == options.size:
-        return first
-    return plan_after_change(first, total, size, rank, options.remainder)
+def for_keras(batches: Batches, ahead: bool = True, settings: Any = None) -> Any:
+    """Returns the batches of this rank as data for `fit`, with the workers of `settings`, if any.
 
+    A `keras.utils.PyDataset` works on all backends, but on TensorFlow Keras turns it into
+    `Dataset.from_generator`, which sets malloc's trim threshold for the whole process: memory is
+    returned to the kernel after every step and faulted in again. A small dense model took 1.7 times
+    the processor time.
+    """
+    import keras
 
-def _plan_of_draws(total: int, batch_size: int, options: ShardOptions, of: str) -> Plan:
-    """Returns the plan of a rank that draws samples; by default as many as an epoch has."""
-    if total == 0:
-        options.need_samples(total, of)
-    steps = options.steps or -(-total // (options.size * batch_size))
-    return Plan(options.rank, options.size, total, steps * batch_size, steps, batch_size)
+    if keras.config.backend() == "tensorflow" and batches.example is not None:
+        from keras_dist.data.tf_pipelines import pipeline_of
+
+        return pipeline_of(batches, ahead)
+    from keras_dist.data.array_dataset import ArrayDataset
+
+    return ArrayDataset(batches, settings)

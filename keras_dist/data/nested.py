@@ -1,12 +1,29 @@
-"""Nested tuples, lists and dicts of arrays, and conversion to numpy arrays."""
+"""Kinds of data, told without a framework, and nested tuples, lists and dicts of arrays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from keras_dist.data.kinds import is_a
 from keras_dist.ops.arguments import native
+
+
+def is_a(data: Any, package: str, *names: str) -> bool:
+    """Tells whether an object is an instance of a class of a package, or of a subclass."""
+    return any(
+        kind.__name__ in names and kind.__module__.partition(".")[0] == package
+        for kind in type(data).__mro__
+    )
+
+
+def is_tf_dataset(data: Any) -> bool:
+    """Tells whether an object is a `tf.data.Dataset`."""
+    return is_a(data, "tensorflow", "DatasetV2")
+
+
+def is_tensor(data: Any) -> bool:
+    """Tells whether numpy can convert an object: a framework's tensor, or pandas data."""
+    return hasattr(data, "__array__") and not is_a(data, "tensorflow", "RaggedTensor")
 
 
 def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
@@ -70,3 +87,8 @@ def concatenated(batches: Sequence[Any]) -> Any:
 def described(data: Any) -> list[str]:
     """Returns path, dtype and sample shape of each array, for comparison across ranks."""
     return [f"{path}: {array.dtype} {array.shape[1:]}" for path, array in leaves(data)]
+
+
+def named(x: Any, y: Any) -> Any:
+    """Returns the names in the structure of a batch: `x`, or `(x, y)`."""
+    return x if y is None else (x, y)

@@ -1,7 +1,6 @@
 """Copies of data on a local disk of each node, made by one rank while the others wait."""
 
 import contextlib
-import dataclasses
 import os
 import platform
 import re
@@ -9,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from keras_dist import errors, ops, runtime
 from keras_dist.data import consistency
-from keras_dist.data.cache_directory import NotOwnError, hold
-from keras_dist.data.fetching import Fetch, is_url
+from keras_dist.data.fetching import Fetch, NotOwnError, hold, is_url
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 REPORT_SECONDS = 0.5
@@ -69,17 +68,22 @@ def cached(
     dataset = keras_dist.data.image_dataset(train, image_size=(224, 224))
     ```
     """
-    fetch = consistency.prepare(lambda: _Request(source, cache_dir, sha256, unpack))
+    fetch = consistency.prepare(lambda: _request(source, cache_dir, sha256, unpack))
     began = time.monotonic()
-    with _working(fetch if runtime.local_rank() == 0 else None) as work, _bar(fetch) as show:
-        while True:
-            reports = ops.allgather_object(work.report(), name="data.cached")
-            show(reports)
-            failures = [report.failure for report in reports if report.failure is not None]
-            if failures or all(report.ended for report in reports):
-                break
-            # Rare enough to cost nothing, frequent enough that no rank seems stalled.
-            work.thread.join(REPORT_SECONDS)
+    work = _Work(fetch)
+    try:
+        with _bar(fetch) as show:
+            while True:
+                reports = ops.allgather_object(work.report(), name="data.cached")
+                show(reports)
+                failures = [report.failure for report in reports if report.failure is not None]
+                if failures or all(report.ended for report in reports):
+                    break
+                # Rare enough to cost nothing, frequent enough that no rank seems stalled.
+                work.thread.join(REPORT_SECONDS)
+    finally:
+        fetch.stop.set()
+        work.thread.join()
     if failures:
         raise errors.DataError(failures[0])
     _log_summary(fetch, reports, time.monotonic() - began)
@@ -88,75 +92,65 @@ def cached(
     return path
 
 
-class _Request:
-    """The arguments, checked and compared over the ranks."""
-
-    held = None
-
-    def __init__(
-        self,
-        source: str | os.PathLike[str],
-        cache_dir: str | os.PathLike[str],
-        sha256: str | None,
-        unpack: bool,
-    ):
-        options = ShardOptions()
-        for what, path in (("source", source), ("cache_dir", cache_dir)):
-            if not isinstance(path, str | os.PathLike):
-                raise options.wrong_kind(f"{what} to be a path", path)
-        name = os.fspath(source)
-        if not is_url(name):
-            name = os.path.abspath(name)
-        if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
-            remedy = "Pass the output of sha256sum."
-            raise errors.ArgumentError(
-                options.where, "sha256 to be 64 hexadecimal digits", repr(sha256), remedy
-            )
-        if sha256 is not None and os.path.isdir(name):
-            remedy = "Leave it out."
-            raise errors.ArgumentError(
-                options.where, "no sha256 for a directory", f"one for {name}", remedy
-            )
-        self._fetch = Fetch(name, Path(cache_dir), sha256 and sha256.lower(), unpack)
-        compared = {"source": name, "sha256": sha256, "unpack": unpack}
-        self.facts = [Fact(label, value, SAME) for label, value in compared.items()]
-
-    def part(self, held: Sequence[None]) -> Fetch:
-        """Returns the entry of the cache."""
-        return self._fetch
+def _request(
+    source: str | os.PathLike[str],
+    cache_dir: str | os.PathLike[str],
+    sha256: str | None,
+    unpack: bool,
+) -> consistency.Compared:
+    """Returns the entry of the cache, and the arguments, which all ranks compare."""
+    options = ShardOptions()
+    for what, path in (("source", source), ("cache_dir", cache_dir)):
+        if not isinstance(path, str | os.PathLike):
+            raise options.wrong_kind(f"{what} to be a path", path)
+    name = os.fspath(source)
+    if not is_url(name):
+        name = os.path.abspath(name)
+    if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        remedy = "Pass the output of sha256sum."
+        raise options.argument_error("sha256 to be 64 hexadecimal digits", repr(sha256), remedy)
+    if sha256 is not None and os.path.isdir(name):
+        remedy = "Leave it out."
+        raise options.argument_error("no sha256 for a directory", f"one for {name}", remedy)
+    fetch = Fetch(name, Path(cache_dir), sha256 and sha256.lower(), unpack)
+    compared = {"source": name, "sha256": sha256, "unpack": unpack}
+    facts = [Fact(label, value, SAME) for label, value in compared.items()]
+    return consistency.Compared(facts, fetch)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Report:
+class _Report(NamedTuple):
     """Progress of a rank, and the path of the copy on the first rank of each node."""
 
-    ended: bool
-    failure: str | None
-    done_nbytes: int
-    total_nbytes: int
-    fetched: bool
-    path: str
+    ended: bool = True
+    failure: str | None = None
+    done_nbytes: int = 0
+    total_nbytes: int = 0
+    fetched: bool = False
+    path: str = ""
 
 
 class _Work:
-    """A thread that makes the copy; it does nothing if another rank does."""
+    """A thread that makes the copy on the first rank of a node."""
 
-    def __init__(self, fetch: Fetch | None):
+    def __init__(self, fetch: Fetch):
         self._fetch = fetch
         self._failure: str | None = None
+        self._is_first = runtime.local_rank() == 0
         self.thread = threading.Thread(target=self._run, name="keras_dist cache", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
-        if self._fetch is None:
+        if not self._is_first:
             return
+        where = f"{runtime.where()} on {platform.node()}"
         try:
             self._fetch.run()
         except NotOwnError as failure:
             parts = failure.expected, failure.received, failure.remedy
-            self._failure = errors.explain(_location(), *parts)
+            self._failure = errors.explain(where, *parts)
         except Exception as failure:  # raised on all ranks
             self._failure = errors.explain(
-                _location(),
+                where,
                 f"{self._fetch.source} to be copied to {self._fetch.cache_dir}",
                 f"{type(failure).__name__}: {failure}",
                 "Check both paths on that node.",
@@ -164,28 +158,11 @@ class _Work:
 
     def report(self) -> _Report:
         """Returns the progress of this rank."""
-        ended = not self.thread.is_alive()
-        fetch = self._fetch
-        if fetch is None:
-            return _Report(True, None, 0, 0, False, "")
+        if not self._is_first:
+            return _Report()
+        ended, fetch = not self.thread.is_alive(), self._fetch
         done, total = fetch.done_nbytes, fetch.total_nbytes
         return _Report(ended, self._failure, done, total, ended and fetch.fetched, str(fetch.path))
-
-
-def _location() -> str:
-    return f"{runtime.where()} on {platform.node()}"
-
-
-@contextlib.contextmanager
-def _working(fetch: Fetch | None) -> Iterator[_Work]:
-    work = _Work(fetch)
-    work.thread.start()
-    try:
-        yield work
-    finally:
-        if fetch is not None:
-            fetch.stop.set()
-        work.thread.join()
 
 
 @contextlib.contextmanager

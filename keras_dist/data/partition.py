@@ -1,15 +1,19 @@
-"""Partition of samples over ranks. Pure index arithmetic.
+"""Partition of samples, batches and files over ranks, and their order. Pure index arithmetic.
 
 Callers have checked that there is at least one sample for every rank.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 
 Remainder = Literal["uneven", "pad", "drop"]
+Shuffle = bool | Literal["global"]
+Way = Literal["rank", "global", "draw"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +40,10 @@ class Plan:
         start = step * self.batch_size
         return start, self.count if step == self.steps - 1 else start + self.batch_size
 
-    def sizes(self) -> list[int]:
-        """Returns the size of each batch in samples."""
-        return [stop - start for start, stop in map(self.bounds, range(self.steps))]
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of each batch in samples."""
+        return tuple(stop - start for start, stop in map(self.bounds, range(self.steps)))
 
     def limited(self, steps: int) -> "Plan":
         """Returns the plan that ends after its first `steps` batches."""
@@ -101,3 +106,114 @@ def plan_after_change(
 
 def _ceil(count: int, batch_size: int) -> int:
     return -(-count // batch_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The order of a data set in all its epochs."""
+
+    way: Way | None
+    seed: int
+    total: int
+
+    @property
+    def knows_ranks(self) -> bool:
+        """Whether the order depends on the number of ranks."""
+        return self.way in ("rank", "draw")
+
+    def of(self, plan: Plan, epoch: int) -> np.ndarray:
+        """Returns the indices of the samples of a rank in an epoch, in order.
+
+        Returns:
+            int64 array of shape `(plan.count,)`.
+        """
+        if self.way == "draw":
+            # The stream of SeedSequence.spawn, without spawning the streams before it.
+            stream = np.random.SeedSequence(self.seed, spawn_key=(plan.rank, epoch))
+            return np.random.default_rng(stream).integers(self.total, size=plan.count)
+        if self.way == "rank":
+            return plan.order(self.seed, epoch)
+        indices = plan.order(None, epoch)
+        if self.way == "global":
+            return np.random.default_rng([self.seed, epoch]).permutation(self.total)[indices]
+        return indices
+
+
+# --- Ranks with different numbers of elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The batches of a rank, where ranks have different numbers of elements."""
+
+    count: int
+    sizes: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        """Number of batches in an epoch."""
+        return len(self.sizes)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """Returns the first position and the end of batch `step`, see `Plan`."""
+        return self._ends[step] - self.sizes[step], self._ends[step]
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(self.sizes))
+
+    def limited(self, steps: int) -> "Spread":
+        """Returns the plan that ends after its first `steps` batches."""
+        return Spread(sum(self.sizes[:steps]), self.sizes[:steps])
+
+
+def plan_spread(
+    counts: Sequence[int], rank: int, batch_size: int, remainder: Remainder
+) -> Spread | None:
+    """Returns the batches of a rank from the numbers of elements of all ranks.
+
+    Returns:
+        The plan, or `None` if a rank has fewer elements than steps.
+    """
+    fewest, most = min(counts), max(counts)
+    if fewest == 0:
+        return None
+    if remainder == "drop":
+        batch_size = min(batch_size, fewest)
+        steps = fewest // batch_size
+        return Spread(steps * batch_size, (batch_size,) * steps)
+    steps = -(-most // batch_size)
+    if remainder == "pad":
+        return Spread(most, (batch_size,) * (steps - 1) + (most - (steps - 1) * batch_size,))
+    if fewest < steps:
+        return None
+    small, larger = divmod(counts[rank], steps)
+    return Spread(counts[rank], (small + 1,) * larger + (small,) * (steps - larger))
+
+
+# --- Batches, in turn
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundRobin:
+    """The distribution of batches: batch i to rank `i % size`, then the remainder."""
+
+    full: int
+    pooled: int
+    repeated: int
+    steps: int
+
+
+def plan_round_robin(total: int, size: int, remainder: Remainder) -> RoundRobin:
+    """Returns the distribution of `total` batches over `size` ranks.
+
+    Under `"uneven"` the remaining batches are pooled with the last full round, as their rows alone
+    might be fewer than the ranks.
+    """
+    rounds, leftover = divmod(total, size)
+    if leftover == 0 or remainder == "drop":
+        return RoundRobin(rounds * size, 0, 0, rounds)
+    if remainder == "pad":
+        return RoundRobin(rounds * size, 0, leftover, rounds + 1)
+    full = max(0, rounds - 1) * size
+    return RoundRobin(full, total - full, 0, max(1, rounds))

@@ -11,7 +11,6 @@ from typing import Any
 
 import keras
 
-from keras_dist import errors
 from keras_dist.data import epochs
 from keras_dist.data.array_dataset import Passes
 from keras_dist.data.nested import mapped
@@ -48,11 +47,9 @@ def prefetch(data: Any, count: int = 2) -> Any:
     """
     options = ShardOptions()
     if not isinstance(count, int) or count < 1:
-        raise errors.ArgumentError(
-            options.where, "count to be at least 1", repr(count), "Leave it out."
-        )
+        raise options.argument_error("count to be at least 1", repr(count), "Leave it out.")
     if isinstance(data, keras.utils.PyDataset):
-        made: Any = Prefetched(data, count, _copy_function)
+        made: Any = Prefetched(data, count)
     elif hasattr(data, "element_spec"):
         made = _tf_prefetched(data, count)
     else:
@@ -65,14 +62,9 @@ def prefetch(data: Any, count: int = 2) -> Any:
 class Prefetched(Passes):
     """A data set that makes batches of another one ahead, within each epoch."""
 
-    def __init__(
-        self,
-        data: keras.utils.PyDataset,
-        count: int,
-        mover: Callable[[], Callable[[Any], Any]],
-    ):
+    def __init__(self, data: keras.utils.PyDataset, count: int):
         super().__init__()
-        self._data, self._count, self._copy_function = data, count, mover
+        self._data, self._count = data, count
         self._thread: threading.Thread | None = None
         self._waiting: collections.deque[concurrent.futures.Future] = collections.deque()
         self._begun = 0
@@ -98,7 +90,7 @@ class Prefetched(Passes):
         self._clear()  # batches of an epoch that was abandoned
         self._data.on_epoch_begin()
         self._begun = 0
-        self._move = self._copy_function()
+        self._move = _copy_function()
         self._wanted: Wanted = queue.SimpleQueue()
         weakref.finalize(self, self._wanted.put, None)  # an epoch that was abandoned
         # Not a pool: the interpreter would join its threads at exit, and a read may hang.

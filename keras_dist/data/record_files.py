@@ -8,11 +8,15 @@ from typing import Any, Literal
 import numpy as np
 
 from keras_dist.data import consistency
-from keras_dist.data.file_index import FileIndex, Found, Unreadable
-from keras_dist.data.files import facts_of_files
-from keras_dist.data.order import Shuffle
-from keras_dist.data.partition import Remainder
-from keras_dist.data.paths import Paths, expanded
+from keras_dist.data.files import (
+    FileIndex,
+    Found,
+    Paths,
+    Unreadable,
+    expanded,
+    facts_of_files,
+)
+from keras_dist.data.partition import Remainder, Shuffle
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.sharding import shard
 
@@ -123,19 +127,14 @@ class _RecordIndex(FileIndex):
 def _look(compression: str | None, name: str) -> Found:
     import tensorflow as tf
 
-    try:
-        return Found((_count(name, compression),), (), None)
-    except tf.errors.OpError as failure:
-        raise OSError(failure.message.splitlines()[0]) from failure
-
-
-def _count(name: str, compression: str | None) -> int:
-    import tensorflow as tf
-
     if compression is None and os.path.exists(name):
         _check_end(name)
-    records = tf.data.TFRecordDataset(name, compression or "")
-    return int(records.reduce(np.int64(0), lambda count, _: count + 1))
+    try:
+        records = tf.data.TFRecordDataset(name, compression or "")
+        count = int(records.reduce(np.int64(0), lambda count, _: count + 1))
+    except tf.errors.OpError as failure:
+        raise OSError(failure.message.splitlines()[0]) from failure
+    return Found((count,), (), None)
 
 
 def _check_end(name: str) -> None:

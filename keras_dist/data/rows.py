@@ -5,15 +5,11 @@ from os import PathLike
 from typing import Any
 
 from keras_dist.data import consistency
-from keras_dist.data.cached_shards import named
-from keras_dist.data.file_index import Unreadable
-from keras_dist.data.nested import leaves
-from keras_dist.data.order import Shuffle
-from keras_dist.data.partition import Remainder
-from keras_dist.data.paths import Paths
-from keras_dist.data.read_method import MpiIo, ReadMethod
-from keras_dist.data.row_source import RowSource
-from keras_dist.data.segments import Segment, segment_of_npy, segments_of_hdf5
+from keras_dist.data.files import Paths, Unreadable
+from keras_dist.data.nested import leaves, named
+from keras_dist.data.partition import Remainder, Shuffle
+from keras_dist.data.readers import Segment, segment_of_npy, segments_of_hdf5
+from keras_dist.data.row_source import MpiIo, ReadMethod, RowSource
 from keras_dist.data.shard_options import ShardOptions
 
 
@@ -91,9 +87,9 @@ def hdf5(
 
     def make_source() -> RowSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        method = ReadMethod(block, mpi_io, readers, unreadable, options)
+        method = ReadMethod(block, mpi_io, readers, unreadable)
         paths = [files] if isinstance(files, str | PathLike) else list(files)
-        return RowSource(segments_of_hdf5, paths, named(x, y), method)
+        return RowSource(segments_of_hdf5, paths, named(x, y), method, options)
 
     return consistency.prepare(make_source)
 
@@ -143,13 +139,13 @@ def npy(
 
     def make_source() -> RowSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        method = ReadMethod(block, mpi_io, readers, "raise", options)
+        method = ReadMethod(block, mpi_io, readers)
         data = named(x, y)
         paths = [path for _, path in leaves(data, "data")]
-        return RowSource(_look, paths[:1], data, method)
+
+        def look(_: str, names: Sequence[str]) -> list[Segment]:
+            return [segment_of_npy(name) for name in names]
+
+        return RowSource(look, paths[:1], data, method, options)
 
     return consistency.prepare(make_source)
-
-
-def _look(_: str, paths: Sequence[str]) -> list[Segment]:
-    return [segment_of_npy(path) for path in paths]

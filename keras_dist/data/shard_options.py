@@ -10,8 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from keras_dist import errors, runtime
-from keras_dist.data.order import Shuffle, Way
-from keras_dist.data.partition import Plan, Remainder, plan_samples
+from keras_dist.data.partition import (
+    Plan,
+    PlanFor,
+    Remainder,
+    Shuffle,
+    Spread,
+    Way,
+    plan_after_change,
+    plan_samples,
+    plan_spread,
+)
 
 SAME_ARGUMENTS = "Pass the same arguments to shard() on every rank."
 
@@ -63,8 +72,7 @@ class ShardOptions:
             )
         if self.remainder not in get_args(Remainder):
             choices = ", ".join(map(repr, get_args(Remainder)))
-            raise errors.ArgumentError(
-                self.where,
+            raise self.argument_error(
                 f"remainder to be one of {choices}",
                 repr(self.remainder),
                 "See shard() for what each does if samples do not divide evenly.",
@@ -83,7 +91,7 @@ class ShardOptions:
             remedy = f"Pass for example {max(1, share) * self.size}."
         else:
             return share
-        raise errors.ArgumentError(self.where, expected, received, remedy)
+        raise self.argument_error(expected, received, remedy)
 
     @property
     def way(self) -> Way | None:
@@ -97,6 +105,45 @@ class ShardOptions:
     def plan(self, total: int, batch_size: int) -> Plan:
         """Returns the plan of this rank for samples, see `plan_samples`."""
         return plan_samples(total, self.size, self.rank, batch_size, self.remainder)
+
+    def epoch_plan(self, total: int, batch_size: int, of: str = "samples") -> Plan:
+        """Returns the plan of this rank, limited to `steps`; raises if there is too little data."""
+        if self.draws:
+            if total == 0:
+                self.need_samples(total, of)
+            steps = self.steps or -(-total // (self.size * batch_size))
+            return Plan(self.rank, self.size, total, steps * batch_size, steps, batch_size)
+        self.need_samples(total, of)
+        plan = self.plan(total, batch_size)
+        self.need_steps(plan.steps)
+        return plan.limited(self.steps or plan.steps)
+
+    def plans_after_loss(self, total: int, batch_size: int, steps: int) -> PlanFor | None:
+        """Returns what plans again after ranks have died; `None` if none may."""
+        if not self.may_shrink or self.draws:
+            return None
+
+        def plan_for(rank: int, size: int) -> Plan:
+            before = dataclasses.replace(self, rank=rank if size == self.size else 0)
+            first = before.plan(total, batch_size).limited(steps)
+            if size == self.size:
+                return first
+            return plan_after_change(first, total, size, rank, self.remainder)
+
+        return plan_for
+
+    def spread(self, counts: Sequence[int], batch_size: int) -> Spread:
+        """Returns the batches of this rank of files, from the number of elements of each rank."""
+        spread = plan_spread(counts, self.rank, batch_size, self.remainder)
+        if spread is None:
+            raise self.data_error(
+                f"files with elements for {-(-max(counts) // batch_size)} steps on each rank, as "
+                f"on the rank with the most elements",
+                f"{counts} elements by rank",
+                "Use files of similar length, their number a multiple of the number of ranks, "
+                "or a larger batch_size, or remainder='pad'.",
+            )
+        return spread
 
     def facts(self) -> list[Fact]:
         """Returns the arguments on which all ranks must agree."""
@@ -117,6 +164,14 @@ class ShardOptions:
         """Returns the text of an error on this rank."""
         return errors.explain(self.where, expected, received, remedy)
 
+    def data_error(self, expected: str, received: str, remedy: str) -> errors.DataError:
+        """Returns the error for data that cannot be sharded."""
+        return errors.DataError(self.where, expected, received, remedy)
+
+    def argument_error(self, expected: str, received: str, remedy: str) -> errors.ArgumentError:
+        """Returns the error for an argument with an invalid value."""
+        return errors.ArgumentError(self.where, expected, received, remedy)
+
     def wrong_kind(self, expected: str, received: object) -> errors.ArgumentTypeError:
         """Returns the error for an argument of the wrong type."""
         text = f"{reprlib.repr(received)} of type {type(received).__name__}"
@@ -127,25 +182,12 @@ class ShardOptions:
         for name, remedy in reasons.items():
             value = getattr(self, name)
             if value is not None and value is not False:
-                raise errors.ArgumentError(
-                    self.where, f"no {name} for {data}", f"{name}={value!r}", remedy
-                )
-
-    def refuse_global_order(self, data: str) -> None:
-        """Refuses `shuffle="global"` for a kind of data."""
-        if self.shuffle == "global":
-            raise errors.ArgumentError(
-                self.where,
-                f"shuffle to be True or False for {data}",
-                "shuffle='global'",
-                "Pass samples to shard(), which have a global order.",
-            )
+                raise self.argument_error(f"no {name} for {data}", f"{name}={value!r}", remedy)
 
     def need_samples(self, total: int, of: str = "samples") -> None:
         """Checks that there is at least one sample for every rank."""
         if total < self.size:
-            raise errors.DataError(
-                self.where,
+            raise self.data_error(
                 f"at least {self.size} {of}, one for each rank",
                 f"{total}",
                 "Use more data or start fewer ranks.",
@@ -154,8 +196,7 @@ class ShardOptions:
     def need_steps(self, available: int) -> None:
         """Checks that an epoch has the steps that the user passed."""
         if self.steps is not None and self.steps > available:
-            raise errors.DataError(
-                self.where,
+            raise self.data_error(
                 f"data for steps={self.steps} on each of {self.size} ranks",
                 f"enough for {available}",
                 "Lower steps or leave it out; use more data or a smaller batch.",
@@ -172,8 +213,7 @@ class ShardOptions:
         if count is None or isinstance(value, bool):
             raise self.wrong_kind(f"{name} to be an integer", value)
         if count < least:
-            raise errors.ArgumentError(
-                self.where,
+            raise self.argument_error(
                 f"{name} to be at least {least}",
                 str(count),
                 f"Pass a larger {name}" + (" or leave it out." if optional else "."),

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras_dist import errors, runtime
-from keras_dist.data import arrays, consistency, epochs, files, samples, streams
+from keras_dist.data import arrays, consistency, epochs, files
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
-from keras_dist.data.kinds import is_a, is_tensor, is_tf_dataset
-from keras_dist.data.order import Shuffle
-from keras_dist.data.partition import Remainder
+from keras_dist.data.nested import is_a, is_tensor, is_tf_dataset
+from keras_dist.data.partition import Remainder, Shuffle
 from keras_dist.data.shard_options import ShardOptions
 from keras_dist.runtime.process_sets import ProcessSet
 
@@ -242,9 +241,7 @@ def steps_per_epoch(
     ```
     """
     options = ShardOptions(batch_size, remainder=remainder, global_batch_size=global_batch_size)
-    options.need_samples(samples)
-    each = options.batch_size or DEFAULT_BATCH_SIZE
-    return options.plan(samples, each).steps
+    return options.epoch_plan(samples, options.batch_size or DEFAULT_BATCH_SIZE).steps
 
 
 def set_epoch(data: Any, epoch: int) -> None:
@@ -284,27 +281,32 @@ def set_epoch(data: Any, epoch: int) -> None:
 
 
 def _source(data: Any, options: ShardOptions) -> consistency.Source:
-    for matches, source_of in KINDS:
-        if matches(data):
-            return source_of(data, options)
+    if files.are_files(data):
+        return files.source_of_files(data, options)
+    if is_tf_dataset(data):
+        from keras_dist.data.tf_dataset import TfSource
+
+        return TfSource(data, options)
+    if isinstance(data, tuple | list | dict) or is_tensor(data):
+        return arrays.ArraySource(data, options)
+    if _is_torch(data):
+        from keras_dist.data.torch_loader import TorchSource
+
+        return TorchSource(data, options)
+    is_text = isinstance(data, str | bytes | os.PathLike)
+    has_items = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_text
+    if has_items or is_a(data, "keras", "PyDataset"):
+        return arrays.SampleSource(data, options)
+    if (callable(data) or hasattr(data, "__iter__")) and not is_text:
+        from keras_dist.data.streams import source_of_stream
+
+        return source_of_stream(data, options)
     raise options.wrong_kind(
         "data to be numpy arrays (alone or in tuples, lists and dicts), a tf.data.Dataset, a "
         "PyDataset, a torch Dataset or DataLoader, an object with a length and samples by index, "
         "a function that returns a generator, an iterator, or a list of file names",
         data,
     )
-
-
-def _tf_source(data: Any, options: ShardOptions) -> consistency.Source:
-    from keras_dist.data.tf_dataset import TfSource
-
-    return TfSource(data, options)
-
-
-def _torch_source(data: Any, options: ShardOptions) -> consistency.Source:
-    from keras_dist.data.torch_loader import TorchSource
-
-    return TorchSource(data, options)
 
 
 def _is_torch(data: Any) -> bool:
@@ -315,31 +317,3 @@ def _is_torch(data: Any) -> bool:
     if is_a(data, "torch", "DataLoader"):
         return not is_a(data.dataset, "torch", "IterableDataset")
     return is_a(data, "torch", "Dataset") and not is_a(data, "torch", "IterableDataset")
-
-
-def _is_array(data: Any) -> bool:
-    return isinstance(data, tuple | list | dict) or is_tensor(data)
-
-
-def _has_samples(data: Any) -> bool:
-    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not _is_text(data)
-
-
-def _is_text(data: Any) -> bool:
-    return isinstance(data, str | bytes | os.PathLike)
-
-
-def _is_stream(data: Any) -> bool:
-    return (callable(data) or hasattr(data, "__iter__")) and not _is_text(data)
-
-
-# The first match counts.
-KINDS: list[tuple[Callable[[Any], bool], Callable[[Any, ShardOptions], consistency.Source]]] = [
-    (files.are_files, files.source_of_files),
-    (is_tf_dataset, _tf_source),
-    (_is_array, arrays.ArraySource),
-    (lambda data: is_a(data, "keras", "PyDataset"), samples.PyDatasetSource),
-    (_is_torch, _torch_source),
-    (_has_samples, samples.SampleSource),
-    (_is_stream, streams.StreamSource),
-]

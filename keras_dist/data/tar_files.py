@@ -10,15 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keras_dist.data import consistency
-from keras_dist.data.cached_shards import MIXED
-from keras_dist.data.decoding import Decoder, found_of
-from keras_dist.data.file_index import Found, Unreadable
-from keras_dist.data.files import facts_of_files
-from keras_dist.data.order import Shuffle
-from keras_dist.data.partition import Remainder
-from keras_dist.data.paths import Paths, expanded
+from keras_dist.data.files import Found, Paths, Unreadable, expanded, facts_of_files
+from keras_dist.data.partition import Remainder, Shuffle
 from keras_dist.data.shard_options import ShardOptions
-from keras_dist.data.shard_source import Location, ShardSource
+from keras_dist.data.shard_source import MIXED, Decoder, Location, Read, ShardSource, found_of
 
 KEY = "__key__"
 # The names of members, and those that hold no sample, by the expressions of WebDataset.
@@ -120,8 +115,6 @@ def tar(
 class TarFiles:
     """Tar files of samples."""
 
-    mixed = MIXED
-
     def __init__(self, decode: Decode, unreadable: Unreadable):
         self._decode, self._unreadable = decode, unreadable
 
@@ -140,35 +133,22 @@ class TarFiles:
                 return found_of(len(samples), decoded)
         raise failure
 
-    def reader(self, locations: Sequence[Location], found: Found) -> "TarReader":
-        """Returns the reader of the samples."""
-        return TarReader(
-            [location.path for location in locations], self._decode, self._unreadable, found
-        )
-
-
-class TarReader:
-    """Reads samples in tar files."""
-
-    def __init__(self, paths: Sequence[str], decode: Decode, unreadable: Unreadable, found: Found):
-        self.example = found.example
-        self._paths, self._decode = paths, decode
+    def reader(self, locations: Sequence[Location], found: Found) -> Read:
+        """Returns the function that decodes samples."""
+        paths = [location.path for location in locations]
         # Cached while other files of the same shuffle window are read.
-        self._samples = functools.lru_cache(MIXED)(lambda shard: samples_of(paths[shard]))
-        self._decoder = Decoder(self._sample, self._name, unreadable)
+        samples = functools.lru_cache(MIXED)(lambda shard: samples_of(paths[shard]))
 
-    def read(self, shards: np.ndarray, rows: np.ndarray) -> Any:
-        """Returns a batch of decoded samples; sample i is row `rows[i]` of shard `shards[i]`."""
-        wanted = zip(shards.tolist(), rows.tolist(), strict=True)
-        return self._decoder.batch([(shard, self._samples(shard)[row]) for shard, row in wanted])
+        def decode(key: tuple[str, Sample]) -> Any:
+            return self._decode(bytes_of(*key))
 
-    def _sample(self, key: tuple[int, Sample]) -> Any:
-        shard, sample = key
-        return self._decode(bytes_of(self._paths[shard], sample))
+        decoder = Decoder(decode, lambda key: f"sample {key[1].key} in {key[0]}", self._unreadable)
 
-    def _name(self, key: tuple[int, Sample]) -> str:
-        shard, sample = key
-        return f"sample {sample.key} in {self._paths[shard]}"
+        def read(shards: np.ndarray, rows: np.ndarray) -> Any:
+            wanted = zip(shards.tolist(), rows.tolist(), strict=True)
+            return decoder.batch([(paths[shard], samples(shard)[row]) for shard, row in wanted])
+
+        return read
 
 
 def samples_of(path: str) -> list[Sample]:

@@ -8,19 +8,23 @@ order than the other ranks.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import errors
 from keras_dist.data import tf_order
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE, WHOLE
-from keras_dist.data.round_robin import plan_round_robin
+from keras_dist.data.partition import Spread, plan_round_robin
 from keras_dist.data.shard_options import Fact, ShardOptions
-from keras_dist.data.spread import Spread
-from keras_dist.data.tf_caches import HeldFiles, held_files, with_own_caches
-from keras_dist.data.tf_remainder import counted, in_round_robin, with_remainder
-from keras_dist.data.tf_shuffle import epochs_of, shuffled
+from keras_dist.data.tf_order import HeldFiles, held_files, with_own_cache, with_own_caches
+from keras_dist.data.tf_pipelines import (
+    counted,
+    epochs_of,
+    in_round_robin,
+    shuffled,
+    with_remainder,
+)
 
 ORDER = (
     "Pass shard() the data before it is shuffled: it shuffles the shard of each rank. Or "
@@ -82,6 +86,35 @@ class TfSource:
         if options.steps is not None and options.steps < plan.steps:
             return _with_cardinality(part.take(options.steps), options.steps)
         return _with_cardinality(in_round_robin(dataset, plan, options), plan.steps)
+
+
+class FileSource:
+    """Files of which each rank reads its own; the number of elements may differ by rank."""
+
+    def __init__(self, dataset: tf.data.Dataset, facts: list[Fact], options: ShardOptions):
+        self._options = options
+        self._dataset = with_own_cache(dataset, options)
+        self._count = None if options.steps else count_elements(self._dataset)
+        self.held = self._count, held_files(self._dataset, complete=True)
+        if self._count is not None and self._count < 0:
+            raise options.data_error(
+                "data with an end, or steps",
+                "a reader whose tf.data.Dataset has no end",
+                "Remove .repeat() from the reader, or pass steps.",
+            )
+        self.facts = [*facts, *options.facts()]
+        self.epochs = epochs_of(self.facts, options)
+        self.epochs.global_batch = None  # files are sharded, not samples
+
+    def part(self, held: Sequence[tuple[int | None, Any]]) -> Any:
+        """Returns this rank's batches, given the number of elements of each rank."""
+        options, batch_size = self._options, self._options.batch_size or DEFAULT_BATCH_SIZE
+        dataset = with_own_caches(self._dataset, [files for _, files in held], options)
+        counts = [count for count, _ in held if count is not None]
+        if self._count is None:
+            return limited_batches(dataset, options, self.epochs, whole=False)
+        spread = options.spread(counts, batch_size)
+        return spread_batches(dataset, self._count, spread, options, self.epochs)
 
 
 def count_elements(dataset: tf.data.Dataset) -> int:
@@ -191,8 +224,7 @@ def _check_batches(dataset: tf.data.Dataset, options: ShardOptions) -> None:
     options.refuse("a tf.data.Dataset of batches", remedies)
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", None) is not None and spec.shape.rank == 0:
-            raise errors.DataError(
-                options.where,
+            raise options.data_error(
                 "a tf.data.Dataset of batches, because no batch_size was passed",
                 f"elements of {dataset.element_spec!r}",
                 "Pass batch_size, so that shard() makes the batches.",
@@ -214,15 +246,15 @@ def _length(dataset: tf.data.Dataset, options: ShardOptions) -> int | None:
             "Pass steps, the number of batches per epoch on each rank; or set the length: "
             "dataset.apply(tf.data.experimental.assert_cardinality(count))."
         )
-    raise errors.DataError(options.where, "data of a known length, or steps", received, remedy)
+    raise options.data_error("data of a known length, or steps", received, remedy)
 
 
 def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
     """Returns the pipeline with deterministic order; raises if its order may differ."""
     reason = tf_order.unordered(dataset) if options.size > 1 else None
     if reason is not None:
-        raise errors.DataError(
-            options.where, "a tf.data.Dataset with the same order on all ranks", reason, ORDER
+        raise options.data_error(
+            "a tf.data.Dataset with the same order on all ranks", reason, ORDER
         )
     if dataset.options().deterministic is False:
         tf_options = tf.data.Options()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from keras_dist import errors, runtime
 from keras_dist._compat.torch import draws, options_of
 from keras_dist.data.arrays import no_reader
-from keras_dist.data.indexed import WHOLE, Batches, IndexedSource
+from keras_dist.data.indexed import WHOLE, IndexedBatches, IndexedSource
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 
@@ -29,7 +29,8 @@ class TorchSource(IndexedSource):
             self._loader_options = options_of(data)
             data = data.dataset
         self._data = data
-        super().__init__(_Samples(data), options)
+        facts = [Fact("the kind of data", f"torch {type(data).__name__}", WHOLE)]
+        super().__init__(len(data), None, None, facts, options)
 
     def part(self, held: Sequence[int | None]) -> DataLoader:
         """Returns a loader of the batches of this rank."""
@@ -41,7 +42,7 @@ class TorchSource(IndexedSource):
 class PartSampler(torch.utils.data.Sampler):
     """Yields the indices of the samples of each step; every iteration is the next epoch."""
 
-    def __init__(self, batches: Batches):
+    def __init__(self, batches: IndexedBatches):
         self._batches = batches
 
     def __len__(self) -> int:
@@ -66,19 +67,6 @@ def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None)
     return DataLoader(loader.dataset, batch_sampler=batches, **options_of(loader))
 
 
-class _Samples:
-    """The samples of a torch data set; the loader reads them."""
-
-    example = None
-
-    def __init__(self, data: Any):
-        self.total = len(data)
-        self.facts = [Fact("the kind of data", f"torch {type(data).__name__}", WHOLE)]
-
-    def take(self, indices: Any) -> Any:
-        raise NotImplementedError("The loader reads the samples.")
-
-
 def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
     """Returns the options, completed with the settings of the loader."""
     sampler = loader.sampler
@@ -87,8 +75,7 @@ def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
     )
     if loader.batch_size is None or not known:
         own = loader.batch_sampler if loader.batch_size is None else sampler
-        raise errors.ArgumentError(
-            options.where,
+        raise options.argument_error(
             "a DataLoader that shuffles or keeps the order, with a batch_size",
             f"a DataLoader with a {type(own).__name__}",
             "Leave out the sampler, which shard() replaces, or pass the Dataset.",

@@ -9,8 +9,8 @@ import keras
 
 from keras_dist import errors, runtime
 from keras_dist.data import epochs
-from keras_dist.data.equal_batches import shapes_of_batches
-from keras_dist.data.kinds import is_tf_dataset
+from keras_dist.data.fit_data import shapes_of_batches
+from keras_dist.data.nested import is_tf_dataset
 from keras_dist.runtime.process_sets import ProcessSet, format_ranks, global_process_set
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import Order, members
@@ -83,7 +83,7 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
                 )
     held = [each for *_, files in gathered for each in files]
     if any(files for _, files in held):
-        from keras_dist.data.tf_caches import check_written
+        from keras_dist.data.tf_order import check_written
 
         check_written(held)
     answers = zip(*(asks for _, _, asks, _ in gathered), strict=True)
@@ -145,7 +145,7 @@ def _cache_files(arguments: dict[str, Any]) -> list[Any]:
     found = [arguments[name] for name in ("x", "validation_data") if is_tf_dataset(arguments[name])]
     if not found:
         return []
-    from keras_dist.data.tf_caches import held_files
+    from keras_dist.data.tf_order import held_files
 
     held = [held_files(data) for data in found]
     return [(held[0][0], [file for _, files in held for file in files])]

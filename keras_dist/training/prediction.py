@@ -7,8 +7,7 @@ import numpy as np
 
 from keras_dist import errors, ops, runtime
 from keras_dist.data import epochs
-from keras_dist.data.gathering import check_order, gather, in_order
-from keras_dist.data.whole_batches import Turns, in_turn
+from keras_dist.data.gathering import Turns, gather, in_order, in_turn, indices_of
 from keras_dist.runtime.process_sets import ProcessSet
 
 
@@ -59,7 +58,7 @@ def predict(
     comm = runtime.communicator(process_set)
     shown: Any = (1 if verbose == "auto" else verbose) if comm.rank == 0 else 0
     if epochs.is_sharded(data):
-        check_order(data)
+        indices_of(data)  # raises if the rows have no order
         return gather(model.predict(data, verbose=shown), data, root_only=root_only)
     results: list[Any] = []
     failure = None

@@ -23,7 +23,7 @@ import numpy as np
 
 from keras_dist import _engine, runtime
 from keras_dist._compat.keras.seeds import drawn_seeds, generators_elsewhere, global_generator
-from keras_dist.data.kinds import is_a
+from keras_dist.data.nested import is_a
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.training.model_state import random_states, to_numpy, variable_name
 

@@ -59,7 +59,7 @@ LIBRARIES = {
     "monitor.prometheus": ("prometheus_client", ""),
     "data": ("lazy_loader numpy", "keras tensorflow h5py pyarrow PIL filelock rich"),
     "data.array_dataset": ("keras", ""),
-    "data.stream_dataset": ("keras", ""),
+    "data.streams": ("keras", ""),
     "data.prefetching": ("keras", "jax tensorflow torch"),
     "data.tf_": ("tensorflow", ""),
     "data.torch_": ("torch", ""),

@@ -338,7 +338,7 @@ def same_seed():
 def untuned_pipelines(request, monkeypatch):
     """Disables TensorFlow's autotuning, whose thread may delay the destruction of a pipeline.
 
-    Tests marked `tuned` keep it; see `keras_dist.data.tf_arrays`.
+    Tests marked `tuned` keep it; see `keras_dist.data.tf_pipelines`.
     """
     if "tensorflow" in sys.modules and not request.node.get_closest_marker("tuned"):
         leave_untuned(monkeypatch)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist.data.restarted_iterators import restarted
+from keras_dist.data.fit_data import restarted
 
 X = np.zeros((8, 2), "float32")
 

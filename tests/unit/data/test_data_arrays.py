@@ -12,7 +12,7 @@ from keras_dist import errors
 from keras_dist.data.array_dataset import ArrayDataset
 from keras_dist.data.arrays import ArraySource
 from keras_dist.data.shard_options import ShardOptions
-from keras_dist.data.tf_arrays import pipeline_of
+from keras_dist.data.tf_pipelines import pipeline_of
 
 FORMS = [ArrayDataset, pipeline_of]
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from start_jobs import launcher, script
 
-from keras_dist.data import cache_directory, fetching
+from keras_dist.data import fetching
 from keras_dist.data.fetching import Fetch
 
 CONTENT = os.urandom(3 << 20)
@@ -152,7 +152,7 @@ def give_away():
 def test_a_copy_of_another_user_is_refused(what, source, cache, give_away):
     entry = fetch(source, cache).path.parent
     give_away(entry / what)
-    with pytest.raises(cache_directory.NotOwnError) as refused:
+    with pytest.raises(fetching.NotOwnError) as refused:
         fetch(source, cache)
     assert refused.value.received.startswith(f"one of user uid {STRANGER}, mode ")
     assert str(entry / what) in refused.value.expected and str(entry) in refused.value.remedy
@@ -162,7 +162,7 @@ def test_a_copy_of_another_user_is_refused(what, source, cache, give_away):
 def test_a_directory_of_another_user_is_refused(name, source, cache, give_away):
     fetch(source, cache)
     give_away(cache / name)
-    with pytest.raises(cache_directory.NotOwnError, match=f"user uid {STRANGER}") as refused:
+    with pytest.raises(fetching.NotOwnError, match=f"user uid {STRANGER}") as refused:
         fetch(source, cache)
     assert str(cache / name) in refused.value.expected
 
@@ -172,7 +172,7 @@ def test_a_file_of_another_user_in_a_tree_is_refused(tmp_path, cache, give_away)
     (tmp_path / "tree" / "1").write_text("one")
     path = fetch(tmp_path / "tree", cache).path
     give_away(path / "1")
-    with pytest.raises(cache_directory.NotOwnError, match=f"user uid {STRANGER}"):
+    with pytest.raises(fetching.NotOwnError, match=f"user uid {STRANGER}"):
         fetch(tmp_path / "tree", cache)
 
 
@@ -181,21 +181,19 @@ def test_links_and_directories_writable_by_others_are_refused(source, cache, tmp
     own = path.parents[1]
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(cache_directory.NotOwnError, match="and not to be a link"):
+    with pytest.raises(fetching.NotOwnError, match="and not to be a link"):
         fetch(source, cache)
     path.unlink()
     own.chmod(0o750)
-    with pytest.raises(
-        cache_directory.NotOwnError, match=r"directory of this user alone.*drwxr-x---"
-    ):
+    with pytest.raises(fetching.NotOwnError, match=r"directory of this user alone.*drwxr-x---"):
         fetch(source, cache)
     own.rename(tmp_path / "moved")
     own.symlink_to(tmp_path / "moved")
-    with pytest.raises(cache_directory.NotOwnError, match=r"directory of this user alone.*lrwx"):
+    with pytest.raises(fetching.NotOwnError, match=r"directory of this user alone.*lrwx"):
         fetch(source, cache)
     own.unlink()
     cache.chmod(0o777)
-    with pytest.raises(cache_directory.NotOwnError, match=r"others not to write to it.*drwxrwxrwx"):
+    with pytest.raises(fetching.NotOwnError, match=r"others not to write to it.*drwxrwxrwx"):
         fetch(source, cache)
     cache.chmod(0o1777)
     assert fetch(source, cache).fetched

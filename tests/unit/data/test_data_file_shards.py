@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from keras_dist import data, errors, runtime
-from keras_dist.data import file_shards
-from keras_dist.data.decoding import Decoder
+from keras_dist.data.partition import Spread
+from keras_dist.data.shard_source import Decoder, ShardOrder
 from keras_dist.data.tar_files import bytes_of, samples_of
 
 # --- Index arithmetic
@@ -24,8 +24,9 @@ from keras_dist.data.tar_files import bytes_of, samples_of
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
 def test_at_most_so_many_shards_are_shuffled_together(lengths, mixed):
-    shard = file_shards.full_shard(lengths)
-    drawn, _ = shard.order([1], mixed)
+    total = sum(lengths)
+    rows = ShardOrder(np.array(lengths), 0, 1, mixed, [1]).of(Spread(total, (total,)), 0)
+    drawn = np.repeat(np.arange(len(lengths)), lengths)[rows]
     # The open shards bound the memory: a shard that has been left does not return.
     first = {n: int(np.argmax(drawn == n)) for n in range(len(lengths))}
     last = {p: len(drawn) - 1 - int(np.argmax(drawn[::-1] == p)) for p in range(len(lengths))}

@@ -1,4 +1,4 @@
-"""Partition of samples over ranks: complete, disjoint, and with equal numbers of steps."""
+"""Partition of samples over ranks: complete, disjoint, in equal numbers of steps, in one order."""
 
 import dataclasses
 
@@ -8,9 +8,17 @@ from data_checks import check_files, check_samples, check_union, is_too_short
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_dist.data.partition import EvenPlan, Plan, plan_after_change, plan_samples
-from keras_dist.data.round_robin import RoundRobin, plan_round_robin
-from keras_dist.data.spread import Spread, plan_spread
+from keras_dist.data.partition import (
+    EvenPlan,
+    Order,
+    Plan,
+    RoundRobin,
+    Spread,
+    plan_after_change,
+    plan_round_robin,
+    plan_samples,
+    plan_spread,
+)
 
 SIZES = range(1, 9)
 batch_sizes = st.integers(1, 40)
@@ -45,8 +53,8 @@ def test_fewer_ranks_take_as_many_steps_and_share_everything(shape, batch_size, 
     assert {plan.steps for plan in fewer} == {first.steps}
     parts = [np.concatenate(epoch_of(plan, None)) for plan in fewer]
     for plan, part in zip(fewer, parts, strict=True):
-        assert sum(plan.sizes()) == plan.count == len(part)
-        assert min(plan.sizes()) >= 1 and max(plan.sizes()) - min(plan.sizes()) <= 1
+        assert sum(plan.sizes) == plan.count == len(part)
+        assert min(plan.sizes) >= 1 and max(plan.sizes) - min(plan.sizes) <= 1
     together = np.concatenate(parts)
     if remainder == "drop":
         assert len(set(map(len, parts))) == 1 and len(set(together)) == len(together)
@@ -62,12 +70,12 @@ def test_ranks_share_out_samples(shape, batch_size, remainder, seed, epoch):
     all_plans = plans(*shape, batch_size, remainder)
     orders = [plan.order(seed, epoch) for plan in all_plans]
     check_union(np.concatenate(orders).tolist(), shape[0], remainder)
-    check_samples([plan.sizes() for plan in all_plans], shape[0], batch_size, remainder)
+    check_samples([list(plan.sizes) for plan in all_plans], shape[0], batch_size, remainder)
     for plan, order in zip(all_plans, orders, strict=True):
         assert len(order) == plan.count and plan.extra == len(order) - len(set(order))
         assert set(order % plan.size) == {plan.rank}
         assert max(order) < shape[0] - (shape[0] % plan.size if remainder == "drop" else 0)
-        assert [len(batch) for batch in epoch_of(plan, seed, epoch)] == plan.sizes()
+        assert [len(batch) for batch in epoch_of(plan, seed, epoch)] == list(plan.sizes)
 
 
 @given(totals_and_sizes(), batch_sizes, remainders, st.data())
@@ -75,7 +83,7 @@ def test_a_limited_plan_has_the_first_steps_of_the_whole_one(shape, batch_size, 
     for plan in plans(*shape, batch_size, remainder):
         steps = data.draw(st.integers(1, plan.steps))
         limited = plan.limited(steps)
-        assert limited.sizes() == plan.sizes()[:steps]
+        assert limited.sizes == plan.sizes[:steps]
         if steps < plan.steps:
             assert len(set(limited.order(1, 0))) == limited.count
         if plan.extra == 0:
@@ -105,7 +113,7 @@ def test_batches_are_as_large_as_a_rank_can_fill():
     assert plan_samples(7, 3, 0, 40, "drop") == Plan(0, 3, 2, 2, 1, 2)
     assert plan_samples(15, 3, 0, 2, "drop").extra == 0
     assert plan_samples(12, 3, 2, 2, "pad") == plan_samples(12, 3, 2, 2, "uneven")
-    assert plan_samples(14, 3, 0, 2, "uneven").sizes() == [2, 3]
+    assert plan_samples(14, 3, 0, 2, "uneven").sizes == (2, 3)
     assert plan_samples(14, 3, 0, 2, "uneven").bounds(1) == (2, 5)
 
 
@@ -130,9 +138,9 @@ def test_two_ranks_take_over_what_three_were_to_share():
     assert [even[0].bounds(step) for step in range(2)] == [(0, 3), (3, 7)]
     early = plan_samples(60, 3, 0, 2, "uneven").limited(4)  # 24 of 60 samples
     cut = plan_after_change(early, 60, 2, 1, "uneven")
-    assert (cut.count, cut.steps, cut.sizes()) == (12, 4, [3] * 4)
+    assert (cut.count, cut.steps, cut.sizes) == (12, 4, (3,) * 4)
     dropped = plan_after_change(plan_samples(14, 3, 0, 2, "drop"), 14, 2, 0, "drop")
-    assert (dropped.count, dropped.sizes()) == (6, [3, 3])
+    assert (dropped.count, dropped.sizes) == (6, (3, 3))
 
 
 def test_plans_cannot_be_changed():
@@ -226,4 +234,62 @@ def test_elements_of_the_second_of_two_ranks(counts, batch_size, remainder, expe
 
 
 def test_a_limited_spread_has_the_first_batches():
-    assert Spread(7, (2, 2, 2, 1)).limited(3) == Spread(6, (2, 2, 2))
+    spread = Spread(7, (2, 2, 2, 1))
+    assert spread.limited(3) == Spread(6, (2, 2, 2))
+    assert [spread.bounds(step) for step in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 7)]
+
+
+# --- The order of an epoch, and its reproduction in another run
+
+TOTAL, RANKS, SEED = 20, 3, 7
+
+
+def plan_of(rank):
+    return plan_samples(TOTAL, RANKS, rank, 2, "uneven")
+
+
+def ordered(way, rank, epoch=0, seed=SEED):
+    return Order(way, seed, TOTAL).of(plan_of(rank), epoch).tolist()
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_without_a_way_the_order_is_that_of_the_data(rank):
+    assert ordered(None, rank, 4) == list(range(rank, TOTAL, RANKS))
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_has_the_order_of_its_plan(rank):
+    assert ordered("rank", rank, 4) == plan_of(rank).order(SEED, 4).tolist()
+
+
+def test_ranks_take_turns_in_a_global_order():
+    whole = np.random.default_rng([SEED, 4]).permutation(TOTAL).tolist()
+    assert [ordered("global", rank, 4) for rank in range(RANKS)] == [
+        whole[rank::RANKS] for rank in range(RANKS)
+    ]
+
+
+def test_a_rank_draws_from_a_stream_of_its_own_for_each_epoch():
+    ranks = np.random.SeedSequence(SEED).spawn(RANKS)
+    for rank, of_rank in enumerate(ranks):
+        for epoch, stream in enumerate(of_rank.spawn(2)):
+            drawn = np.random.default_rng(stream).integers(TOTAL, size=plan_of(rank).count)
+            assert ordered("draw", rank, epoch) == drawn.tolist()
+
+
+@pytest.mark.parametrize("way", ["rank", "global", "draw"])
+def test_an_order_is_of_its_seed_and_epoch(way):
+    assert ordered(way, 1, 2) == ordered(way, 1, 2)
+    assert ordered(way, 1, 2) != ordered(way, 1, 3)
+    assert ordered(way, 1, 2) != ordered(way, 1, 2, seed=SEED + 1)
+
+
+def test_a_global_order_and_none_do_not_know_the_ranks():
+    ways = ("rank", "global", "draw", None)
+    assert [Order(way, SEED, TOTAL).knows_ranks for way in ways] == [True, False, True, False]
+
+
+def test_an_order_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Order(None, SEED, TOTAL).seed = 1
+    assert Order(None, SEED, TOTAL) == Order(None, SEED, TOTAL)

@@ -12,8 +12,7 @@ from start_jobs import script
 
 from keras_dist import errors
 from keras_dist.data import hdf5, npy, row_source
-from keras_dist.data.readers import FileReader
-from keras_dist.data.segments import Column, segment_of_npy
+from keras_dist.data.readers import Column, FileReader, segment_of_npy
 
 ROWS = 1003
 

@@ -67,12 +67,12 @@ def test_remainders_of_nested_sparse_and_ragged_samples(remainder):
 
 
 def test_the_shuffle_buffer_fits_into_memory():
-    from keras_dist.data import tf_shuffle
+    from keras_dist.data import tf_pipelines
 
     image = tf.TensorSpec((512, 512, 4), tf.float32)
-    assert tf_shuffle._buffer_count((image, tf.TensorSpec((), tf.int64))) == 63
-    assert tf_shuffle._buffer_count(tf.TensorSpec((2,), tf.float32)) == 65536
-    assert tf_shuffle._buffer_count(tf.TensorSpec(None, tf.string)) == 1024
+    assert tf_pipelines._buffer_count((image, tf.TensorSpec((), tf.int64))) == 63
+    assert tf_pipelines._buffer_count(tf.TensorSpec((2,), tf.float32)) == 65536
+    assert tf_pipelines._buffer_count(tf.TensorSpec(None, tf.string)) == 1024
 
 
 def test_the_shuffle_buffer_can_be_set():

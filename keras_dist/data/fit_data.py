@@ -1,15 +1,51 @@
-"""Detection of data whose order or position a resumed run cannot restore.
+"""What the data passed to `fit` tells before the first step; samples are never examined.
 
-The arguments of `fit` are examined, never samples. A backup restores the random states of Python,
-numpy and torch, see `resume.state`; the states detected here are inside TensorFlow or in
-objects of the user.
+Whether the batches of all ranks have equal shapes, and which orders and positions a resumed run
+cannot restore. A backup restores the random states of Python, numpy and torch, see `resume.state`;
+the states detected here are inside TensorFlow or in objects of the user.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from keras_dist.data import epochs
-from keras_dist.data.kinds import is_a, is_tf_dataset
+from keras_dist.data.nested import is_a, is_tf_dataset, leaves
+
+UNKNOWN = -2  # the cardinality of a `tf.data.Dataset`
+
+
+def shapes_of_batches(arguments: Mapping[str, Any]) -> Hashable | None:
+    """Returns what determines the shapes of all batches of a fit on this rank.
+
+    If it is equal on all ranks, the ranks have batches of equal shapes in each step.
+
+    Returns:
+        A hashable description; `None` if the shapes are not known before the batches are made.
+    """
+    data, count = arguments["x"], None
+    sharded = epochs.of(data)
+    if sharded is not None and sharded.shapes is not None:
+        return sharded.shapes
+    nested: Any = data, arguments["y"]
+    if is_tf_dataset(data):
+        nested, count = data.element_spec, int(data.cardinality())
+    shapes = [_shape(leaf) for _, leaf in leaves(nested) if leaf is not None]
+    if None in shapes or count == UNKNOWN:
+        return None
+    names = ("batch_size", "validation_split", "steps_per_epoch")
+    return tuple(shapes), count, tuple(arguments[name] for name in names)
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    """Returns the shape of an array or of the specification of one; `None` if it may change."""
+    try:
+        shape = tuple(leaf.shape)
+    except (AttributeError, ValueError):  # no array, or the rank is unknown
+        return None
+    return None if None in shape else shape
+
+
+# --- Orders and positions that are not restored
 
 
 def restarted(arguments: Mapping[str, Any], backend: str) -> list[str]:
@@ -61,7 +97,7 @@ def _count(data: Any, arguments: Mapping[str, Any], steps: int) -> int | None:
     """Returns the number of batches of a data set, if it is known."""
     if is_a(data, "keras", "PyDataset"):
         return data.num_batches
-    if epochs.is_sharded(data) or is_tf_dataset(data) or _is_loader(data):
+    if epochs.is_sharded(data) or is_tf_dataset(data) or is_a(data, "torch", "DataLoader"):
         try:
             return len(data)
         except TypeError:  # infinite or unknown
@@ -76,10 +112,6 @@ def _rows(data: Any) -> int | None:
         data = next(iter(data.values() if isinstance(data, dict) else data))
     shape = getattr(data, "shape", None)
     return int(shape[0]) if shape else None
-
-
-def _is_loader(data: Any) -> bool:
-    return is_a(data, "torch", "DataLoader")
 
 
 def _has_workers(data: Any) -> bool:
