@@ -98,7 +98,7 @@ def loop(out):
 def breakdown(step, steps):
     """Returns lines with the host's time in a step, by function of keras_dist."""
     from keras_dist import _gpu
-    from keras_dist._backends import torch_device, torch_tensors
+    from keras_dist._backends import torch_tensors
     from keras_dist._engine.collectives import device_buckets, joined_arrays, nccl_launch
     from keras_dist._engine.nccl import launches, ranks
     from keras_dist._engine.ordering import ticket
@@ -132,7 +132,7 @@ def breakdown(step, steps):
         timed(ticket.Handle, "wait", "waiting for queued buckets"),
         timed(launches.Launch, "wait", "the host waiting for the GPU"),
         timed(gradients, "write_all", "writing the gradients"),
-        timed(torch_device, "_device_array", "making arrays"),
+        timed(torch_tensors, "_device_array", "making arrays"),
         timed(torch_tensors, "copy_all", "copies by the framework"),
     ]
     synchronize()

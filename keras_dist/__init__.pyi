@@ -85,9 +85,6 @@ from .ops import (
 from .ops import (
     sparse_allreduce as sparse_allreduce,
 )
-from .ops.agreed_exceptions import (
-    raise_on_all as raise_on_all,
-)
 from .ops.asynchronous import (
     Handle as Handle,
 )
@@ -124,12 +121,6 @@ from .ops.asynchronous import (
 from .ops.asynchronous import (
     synchronize as synchronize,
 )
-from .ops.compression import (
-    Compression as Compression,
-)
-from .ops.compression import (
-    Compressor as Compressor,
-)
 from .ops.point_to_point import (
     recv as recv,
 )
@@ -141,6 +132,12 @@ from .ops.reduce_op import (
 )
 from .ops.reduce_op import (
     Average as Average,
+)
+from .ops.reduce_op import (
+    Compression as Compression,
+)
+from .ops.reduce_op import (
+    Compressor as Compressor,
 )
 from .ops.reduce_op import (
     Max as Max,
@@ -156,6 +153,9 @@ from .ops.reduce_op import (
 )
 from .ops.reduce_op import (
     Sum as Sum,
+)
+from .ops.shared_errors import (
+    raise_on_all as raise_on_all,
 )
 from .runtime import (
     add_process_set as add_process_set,

@@ -48,7 +48,7 @@ def _object(room, name):
 
 
 def _compose(function):
-    """Replaces the docstring of a function under `described_by` by the composed one, once."""
+    """Replaces the docstring of a function under `face` or `described_by` by the composed one."""
     found = [one.value for one in function.decorators if _is_description(one.value)]
     if not found:
         return
@@ -63,14 +63,16 @@ def _compose(function):
 
 
 def _is_description(decorator):
-    return str(decorator).startswith("described_by(")
+    return str(decorator).startswith(("described_by(", "face("))
 
 
 def _queued(room, member):
-    operation = _object(room, member.value.arguments[0])
+    first, *others = member.value.arguments
+    operation = _object(room, first)
+    fixed = {one.name for one in others if isinstance(one, griffe.ExprKeyword)}
     made = griffe.Function(
         member.name,
-        parameters=operation.parameters,
+        parameters=griffe.Parameters(*(p for p in operation.parameters if p.name not in fixed)),
         returns=griffe.ExprName("Handle", parent=room),
         parent=room,
     )

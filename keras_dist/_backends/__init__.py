@@ -1,6 +1,6 @@
 """Backends: the conversion between tensors of a framework and numpy arrays on the host.
 
-There is one module per framework, with the functions of `Backend`; none uses MPI. A backend calls a
+There is one module per framework, with its subclass of `Backend`; none uses MPI. A backend calls a
 numpy function on the host within a train step; the engine provides that function.
 """
 
@@ -8,15 +8,15 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from keras_dist import errors
 from keras_dist._compat import contract
 
-__all__ = ["Backend", "active", "in_use", "use"]
+__all__ = ["Backend", "active", "in_use", "replaced", "uncompiled_step", "use"]
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
@@ -24,8 +24,33 @@ SUPPORTED = ("tensorflow", "jax", "torch")
 _named: list[str] = []  # frameworks that scripts of this process use, possibly without Keras
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Returns a context in which an attribute of an instance has a value, untracked by Keras."""
+    before = {name: vars(owner)[name]} if name in vars(owner) else {}
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+        vars(owner).update(before)
+
+
+@contextlib.contextmanager
+def uncompiled_step(model: Any, name: str, step: Callable[..., Any]) -> Iterator[None]:
+    """Returns a context in which Keras takes another step of a model, and does not compile it."""
+    model.jit_compile = False
+    try:
+        with replaced(model, name, step):
+            yield
+    finally:
+        model.jit_compile = True
+
+
 class Backend(Protocol):
-    """The functions of each backend module."""
+    """What each framework does in its own way; what it may leave out has a default."""
+
+    name: str
 
     def pin_device(self, local_rank: int, local_size: int) -> str | None:
         """Makes this process use the GPU of its local rank.
@@ -50,7 +75,11 @@ class Backend(Protocol):
         """
 
     def finish_calls(self) -> None:
-        """Waits for the host callbacks of all programs that this thread has started."""
+        """Waits for the host callbacks of all programs that this thread has started.
+
+        By default programs return after their host calls.
+        """
+        return
 
     def host_array(self, tensor: Any) -> np.ndarray:
         """Returns the array of a tensor: a view where it lies in host memory, otherwise a copy.
@@ -99,6 +128,7 @@ class Backend(Protocol):
 
     def is_traced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
         """Returns whether gradients, or `None`, are those of a step that is being compiled."""
+        return False
 
     def differentiable_host_callback(
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
@@ -114,6 +144,7 @@ class Backend(Protocol):
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
         """Calls a function as it is where the framework compiles the Python code of its caller."""
+        return function()
 
     def call_host(
         self,
@@ -128,23 +159,35 @@ class Backend(Protocol):
         """
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-        """Returns tensors that are computed only after another tensor."""
+        """Returns tensors that are computed only after another tensor.
+
+        By default the host is called in program order.
+        """
+        return list(tensors)
 
     def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
         """Sums the rows of equal index in sparse gradients.
 
         If a row occurs twice, Keras' optimizers square each occurrence, not the sum. A reduction
-        over several ranks sums such rows anyway, and one rank must give the same steps.
+        over several ranks sums such rows anyway, and one rank must give the same steps. By default
+        all gradients are dense.
         """
+        return list(gradients)
 
     def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
         """Makes sparse gradients dense; rows of equal index are summed."""
+        return list(gradients)
 
     def multiply(self, gradients: Sequence[Any], factor: float) -> list[Any]:
         """Multiplies gradients, dense or sparse, by a number; they keep their dtypes."""
+        return [gradient * factor for gradient in gradients]
 
     def check_model(self, model: Any) -> None:
-        """Checks that nothing else averages the gradients of a model over processes."""
+        """Checks that nothing else averages the gradients of a model over processes.
+
+        By default nothing does: JAX averages only under `keras.distribution`.
+        """
+        return
 
     def train_step_for_host(
         self, model: Any, with_rows: Callable[[Any], contextlib.AbstractContextManager[None]]
@@ -155,7 +198,11 @@ class Backend(Protocol):
         """
 
     def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which Keras makes a test function that may call the host."""
+        """Returns a context in which Keras makes a test function that may call the host.
+
+        By default a compiled step may.
+        """
+        return contextlib.nullcontext()
 
     def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> Any:
         """Takes the batches of a call of the train function without training on them."""
@@ -169,7 +216,11 @@ class Backend(Protocol):
         """
 
     def build_from(self, model: Any, batches: Any) -> None:
-        """Creates the variables of a model from the shapes of its data, without consuming any."""
+        """Creates the variables of a model from the shapes of its data, without consuming any.
+
+        By default Keras has done so before `fit` calls callbacks.
+        """
+        return
 
 
 def active() -> Backend:
@@ -208,7 +259,8 @@ def in_use() -> list[Backend]:
 @functools.cache  # AutoGraph does not trace cached functions
 def _load(name: str) -> Backend:
     try:
-        return cast(Backend, importlib.import_module(f"keras_dist._backends.{name}"))
+        backend: Backend = importlib.import_module(f"keras_dist._backends.{name}").backend
+        return backend
     except ImportError:
         contract.check(name)  # raises the error that names what the framework lacks
         raise

@@ -18,250 +18,44 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from keras_dist._backends import jax_callback
-from keras_dist._backends.jax_device import (
+from keras_dist._backends import Backend, HostFunction, jax_callback, uncompiled_step
+from keras_dist._backends.jax_devices import (
+    choose_gpu,
     engine_arrays,
-    gpu_number,
+    number_of_gpu,
     place_of,
-    tensor_of,
     to_jax,
 )
-from keras_dist._backends.jax_devices import choose_gpu
-from keras_dist._backends.jax_joined import reduce_joined
 from keras_dist._backends.jax_split import Traits, split_at
-
-HostFunction = Callable[[np.ndarray], np.ndarray]
-
-__all__ = [
-    "after",
-    "as_dense",
-    "as_tensors",
-    "build_from",
-    "call_host",
-    "call_uncompiled",
-    "check_model",
-    "coalesce",
-    "differentiable_host_callback",
-    "engine_arrays",
-    "finish_calls",
-    "first_batch",
-    "form_of",
-    "gpu_number",
-    "host_array",
-    "is_traced",
-    "limit_threads",
-    "multiply",
-    "pin_device",
-    "reduce_gradients",
-    "skip_batches",
-    "tensor_of",
-    "test_step_for_host",
-    "train_step_for_host",
-    "zeros",
-]
+from keras_dist._gpu import counts_host_memory
 
 
-def pin_device(local_rank: int, local_size: int) -> str | None:
-    """Makes JAX see only the GPU of the local rank. See `Backend.pin_device`."""
-    return choose_gpu(local_rank, local_size)
-
-
-def limit_threads(count: int, override: bool) -> None:
-    """Sets the size of XLA's pool, if JAX has not been used. See `Backend.limit_threads`."""
-    # XLA reads this variable when it creates the CPU client; there is no other way.
-    if override or "NPROC" not in os.environ:
-        os.environ["NPROC"] = str(count)
-
-
-def finish_calls() -> None:
-    """Waits for programs with host callbacks. See `Backend.finish_calls`."""
-    # The error of a program is raised where its results are used.
-    with contextlib.suppress(Exception):
-        jax.effects_barrier()
-
-
-def host_array(tensor: Any) -> np.ndarray:
-    """See `Backend`."""
-    return np.asarray(tensor)
-
-
-def reduce_gradients(
-    gradients: Sequence[Any],
-    names: Sequence[str],
-    variables: Sequence[Any],
-    plan: Callable[..., Any],
-    reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
-    when: Any = None,
+def reduce_joined(
+    fused: Any, gradients: Sequence[Any], call: Callable[[Any, Sequence[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """Reduces gradients, last gradient first. See `Backend.reduce_gradients`.
+    """Reduces the gradients of a plan, joined to one array for each bucket."""
 
-    A bucket that overlaps is a host call of its own.
-    """
-    backwards = [jax.numpy.asarray(gradient) for gradient in reversed(gradients)]
-    if not backwards:
-        return []
-    positions = range(len(gradients) - 1, -1, -1)
-    on_gpu = gpu_number() is not None
-    fused = plan(positions, [(g.shape, np.dtype(g.dtype)) for g in backwards], at_once=on_gpu)
-    now = np.bool_(True) if when is None else when
-    # The programs of a GPU run while the host waits for a bucket; without one, buckets are queued.
-    if on_gpu:
-        call = functools.partial(_call, on_device=True, are_alike=True)
-        results = reduce_joined(fused, backwards, lambda f, a: call(f, now, a))
-        return list(reversed(results))
-    if not fused.overlaps:
-        return list(reversed(_call(fused, now, backwards)))
+    def reduce(arrays: Sequence[Any]) -> list[Any]:
+        return [result for [result] in fused.reduce_buckets([[array] for array in arrays])]
+
+    flats = [_joined(bucket, gradients) for bucket in fused.buckets]
     reduced: dict[int, Any] = {}
-    for number, bucket in enumerate(fused.buckets):
-        members = [slot.index for slot in bucket.slots]
-        results = _call(
-            functools.partial(fused.reduce_bucket, number),
-            now,
-            [backwards[index] for index in members],
-            queue=functools.partial(fused.queue_bucket, number),
-        )
-        reduced.update(zip(members, results, strict=True))
-    return [reduced[index] for index in positions]
+    for bucket, flat in zip(fused.buckets, call(reduce, flats), strict=True):
+        for slot in bucket.slots:
+            part = flat[slot.offset : slot.offset + slot.count]
+            reduced[slot.index] = part.reshape(slot.shape)
+    return [reduced[index] for index in range(len(gradients))]
 
 
-def as_tensors(gradients: Sequence[Any]) -> list[Any]:
-    """Makes sparse gradients dense. See `Backend.as_tensors`."""
-    from keras import ops
-
-    return [g if g is None else ops.convert_to_tensor(g, sparse=False) for g in gradients]
-
-
-def form_of(gradient: Any) -> tuple[str, str | None]:
-    """See `Backend`."""
-    return jax.numpy.result_type(gradient).name, None
-
-
-def zeros(variable: Any, form: tuple[str, str | None]) -> Any:
-    """See `Backend`."""
-    return jax.numpy.zeros(variable.shape, form[0])
-
-
-def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-    """See `Backend`."""
-    values = [gradient for gradient in gradients if gradient is not None]
-    if not values:  # only then: in `fit`, Keras' variables have no value
-        values = [variable.value for variable in variables]
-    return any(isinstance(value, jax.core.Tracer) for value in values)
-
-
-def call_uncompiled(function: Callable[[], Any]) -> Any:
-    """Calls the function: JAX compiles no Python code. See `Backend.call_uncompiled`."""
-    return function()
-
-
-def differentiable_host_callback(
-    tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
-) -> Any:
-    """Splits the step at the call and at its gradient.
-
-    See `Backend.differentiable_host_callback`.
-    """
-
-    def call(function: HostFunction, local: Any) -> Any:
-        def apply(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-            return [function(array) for array in arrays]
-
-        [result] = _call(apply, np.bool_(True), [local], on_device=on_device)
-        return result
-
-    differentiable = jax.custom_vjp(lambda local: call(forward, local))
-    differentiable.defvjp(
-        lambda local: (call(forward, local), None), lambda _, gradient: (call(backward, gradient),)
-    )
-    return differentiable(tensor)
-
-
-def call_host(
-    function: Callable[..., Sequence[np.ndarray]],
-    tensors: Sequence[Any],
-    shapes: Sequence[tuple[int, ...]],
-) -> list[Any]:
-    """Splits the step at the call. See `Backend.call_host`."""
-
-    def apply(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        return function(*arrays)
-
-    given = [jax.numpy.asarray(tensor) for tensor in tensors]
-    return list(_call(apply, np.bool_(True), given, shapes=tuple(shapes), comes_early=True))
-
-
-def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-    """Returns the tensors: the host is called in program order. See `Backend.after`."""
-    return list(tensors)
-
-
-def coalesce(gradients: Sequence[Any]) -> list[Any]:
-    """Returns the gradients: those of JAX are dense. See `Backend.coalesce`."""
-    return list(gradients)
-
-
-def as_dense(gradients: Sequence[Any]) -> list[Any]:
-    """Returns the gradients: those of JAX are dense. See `Backend.as_dense`."""
-    return list(gradients)
-
-
-def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
-    """Multiplies gradients by a number. See `Backend.multiply`."""
-    return [gradient * factor for gradient in gradients]
-
-
-def skip_batches(
-    count: int, logs: dict[str, Any], state: Any, batches: Any
-) -> tuple[dict[str, Any], Any]:
-    """Returns the state unchanged. See `Backend.skip_batches`."""
-    if isinstance(batches, Iterator):  # earlier versions of Keras pass a list
-        from keras_dist._compat.keras.models import batches_in_item
-
-        next(batches)  # StopIteration ends the epoch, but an execution may be incomplete
-        for _ in itertools.islice(batches, count // batches_in_item(count) - 1):
-            pass
-    return logs, state
-
-
-def first_batch(count: int, state: Any, batches: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Takes a batch from the iterator and prepends it again. See `Backend.first_batch`."""
-    if not isinstance(batches, Iterator):  # earlier versions of Keras pass a list
-        return (batches[0] if batches else None), (state, batches)
-    taken = list(itertools.islice(batches, 1))
-    batch = taken[0] if taken else None
-    # With `steps_per_execution`, Keras 3.16 stacks batches; an incomplete execution is a list.
-    first = batch[0] if isinstance(batch, list) else batch
-    return first, (state, itertools.chain(taken, batches))
-
-
-def build_from(model: Any, batches: Any) -> None:
-    """Does nothing: on JAX, Keras builds a model before `fit` calls callbacks."""
-
-
-def check_model(model: Any) -> None:
-    """Does nothing: JAX averages only under `keras.distribution`. See `Backend.check_model`."""
-
-
-@contextlib.contextmanager
-def train_step_for_host(model: Any, with_rows: Callable[..., Any]) -> Iterator[None]:
-    """Compiles the step as programs around the reduction. See `Backend.train_step_for_host`.
-
-    Keras, which would compile the step as one program, receives the compiled step.
-    """
-    compiles = model.jit_compile and not model.run_eagerly
-    if not compiles:
-        yield
-        return
-    own = model.__dict__.get("train_step")
-    model.__dict__["train_step"] = split_at(_reduction, _start, model.train_step, _traits)
-    model.jit_compile = False
-    try:
-        yield
-    finally:
-        model.jit_compile = True
-        del model.__dict__["train_step"]
-        if own is not None:
-            model.__dict__["train_step"] = own
+def _joined(bucket: Any, gradients: Sequence[Any]) -> Any:
+    """Returns the gradients of a bucket as one array, laid out as in the plan."""
+    parts, end = [], 0
+    for slot in bucket.slots:
+        if slot.offset > end:
+            parts.append(jax.numpy.zeros(slot.offset - end, bucket.dtype))
+        parts.append(gradients[slot.index].reshape(-1))
+        end = slot.offset + slot.count
+    return jax.numpy.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 # A function of `now`, whether to reduce in this step, and gradients; returns the reduced gradients.
@@ -321,6 +115,165 @@ def _abstract(now: Any, *gradients: Any, shapes: Any, **_: Any) -> Any:
 mlir.register_lowering(_reduction, mlir.lower_fun(_in_program, multiple_results=True))
 
 
-def test_step_for_host(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Does nothing: a compiled step may call the host. See `Backend.test_step_for_host`."""
-    return contextlib.nullcontext()
+class Jax(Backend):
+    """JAX."""
+
+    name = "jax"
+
+    def pin_device(self, local_rank: int, local_size: int) -> str | None:
+        """Makes JAX see only the GPU of the local rank."""
+        return choose_gpu(local_rank, local_size)
+
+    def gpu_number(self) -> int | None:
+        return 0 if counts_host_memory() else number_of_gpu()
+
+    def limit_threads(self, count: int, override: bool) -> None:
+        """Sets the size of XLA's pool, if JAX has not been used."""
+        # XLA reads this variable when it creates the CPU client; there is no other way.
+        if override or "NPROC" not in os.environ:
+            os.environ["NPROC"] = str(count)
+
+    def finish_calls(self) -> None:
+        """Waits for programs with host callbacks."""
+        # The error of a program is raised where its results are used.
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
+
+    def host_array(self, tensor: Any) -> np.ndarray:
+        return np.asarray(tensor)
+
+    def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
+        return engine_arrays(tensors)
+
+    def tensor_of(self, array: Any, like: Any) -> Any:
+        return array if isinstance(array, np.ndarray) else to_jax(array, place_of(like))
+
+    def reduce_gradients(
+        self,
+        gradients: Sequence[Any],
+        names: Sequence[str],
+        variables: Sequence[Any],
+        plan: Callable[..., Any],
+        reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
+        when: Any = None,
+    ) -> list[Any]:
+        """Reduces gradients, last gradient first.
+
+        A bucket that overlaps is a host call of its own.
+        """
+        backwards = [jax.numpy.asarray(gradient) for gradient in reversed(gradients)]
+        if not backwards:
+            return []
+        positions = range(len(gradients) - 1, -1, -1)
+        on_gpu = self.gpu_number() is not None
+        fused = plan(positions, [(g.shape, np.dtype(g.dtype)) for g in backwards], at_once=on_gpu)
+        now = np.bool_(True) if when is None else when
+        # The programs of a GPU run while the host waits for a bucket; without a GPU, buckets are
+        # queued.
+        if on_gpu:
+            call = functools.partial(_call, on_device=True, are_alike=True)
+            results = reduce_joined(fused, backwards, lambda f, a: call(f, now, a))
+            return list(reversed(results))
+        if not fused.overlaps:
+            return list(reversed(_call(fused, now, backwards)))
+        reduced: dict[int, Any] = {}
+        for number, bucket in enumerate(fused.buckets):
+            members = [slot.index for slot in bucket.slots]
+            results = _call(
+                functools.partial(fused.reduce_bucket, number),
+                now,
+                [backwards[index] for index in members],
+                queue=functools.partial(fused.queue_bucket, number),
+            )
+            reduced.update(zip(members, results, strict=True))
+        return [reduced[index] for index in positions]
+
+    def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:
+        """Makes sparse gradients dense."""
+        from keras import ops
+
+        return [g if g is None else ops.convert_to_tensor(g, sparse=False) for g in gradients]
+
+    def form_of(self, gradient: Any) -> tuple[str, str | None]:
+        return jax.numpy.result_type(gradient).name, None
+
+    def zeros(self, variable: Any, form: tuple[str, str | None]) -> Any:
+        return jax.numpy.zeros(variable.shape, form[0])
+
+    def is_traced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+        values = [gradient for gradient in gradients if gradient is not None]
+        if not values:  # only then: in `fit`, Keras' variables have no value
+            values = [variable.value for variable in variables]
+        return any(isinstance(value, jax.core.Tracer) for value in values)
+
+    def differentiable_host_callback(
+        self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+    ) -> Any:
+        """Splits the step at the call and at its gradient."""
+
+        def call(function: HostFunction, local: Any) -> Any:
+            def apply(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+                return [function(array) for array in arrays]
+
+            [result] = _call(apply, np.bool_(True), [local], on_device=on_device)
+            return result
+
+        differentiable = jax.custom_vjp(lambda local: call(forward, local))
+        differentiable.defvjp(
+            lambda local: (call(forward, local), None),
+            lambda _, gradient: (call(backward, gradient),),
+        )
+        return differentiable(tensor)
+
+    def call_host(
+        self,
+        function: Callable[..., Sequence[np.ndarray]],
+        tensors: Sequence[Any],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> list[Any]:
+        """Splits the step at the call."""
+
+        def apply(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+            return function(*arrays)
+
+        given = [jax.numpy.asarray(tensor) for tensor in tensors]
+        return list(_call(apply, np.bool_(True), given, shapes=tuple(shapes), comes_early=True))
+
+    def train_step_for_host(
+        self, model: Any, with_rows: Callable[..., Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Compiles the step as programs around the reduction.
+
+        Keras, which would compile the step as one program, receives the compiled step.
+        """
+        if not model.jit_compile or model.run_eagerly:
+            return contextlib.nullcontext()
+        step = split_at(_reduction, _start, model.train_step, _traits)
+        return uncompiled_step(model, "train_step", step)
+
+    def skip_batches(
+        self, count: int, logs: dict[str, Any], *arguments: Any
+    ) -> tuple[dict[str, Any], Any]:
+        """Returns the state unchanged."""
+        state, batches = arguments
+        if isinstance(batches, Iterator):  # earlier versions of Keras pass a list
+            from keras_dist._compat.keras.models import batches_in_item
+
+            next(batches)  # StopIteration ends the epoch, but an execution may be incomplete
+            for _ in itertools.islice(batches, count // batches_in_item(count) - 1):
+                pass
+        return logs, state
+
+    def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Takes a batch from the iterator and prepends it again."""
+        state, batches = arguments
+        if not isinstance(batches, Iterator):  # earlier versions of Keras pass a list
+            return (batches[0] if batches else None), (state, batches)
+        taken = list(itertools.islice(batches, 1))
+        batch = taken[0] if taken else None
+        # With `steps_per_execution`, Keras 3.16 stacks batches; an incomplete execution is a list.
+        first = batch[0] if isinstance(batch, list) else batch
+        return first, (state, itertools.chain(taken, batches))
+
+
+backend = Jax()

@@ -1,16 +1,26 @@
-"""The choice of the GPU of a JAX process.
+"""The GPU of a JAX process, and arrays as the engine takes them: in place, on the host or the GPU.
 
-It precedes the creation of JAX's client, which allocates memory on all visible GPUs.
+The choice of the GPU precedes the creation of JAX's client, which allocates memory on all visible
+GPUs.
+
+The engine writes to new arrays only: those of JAX are immutable, and a gradient may share its
+memory with a weight. JAX does not tell the stream of an array. Its DLPack protocol takes a stream,
+but not every GPU client of XLA orders its work after that stream. So the host waits for an array
+before the engine uses it, and until it has been written before JAX does.
 """
 
 import ctypes
 import ctypes.util
 import importlib.metadata
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from keras_dist._compat.jax import has_client, restrict_to_device, visible_devices
+from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
 # By platform of JAX: the library of the driver, and its functions to start and to count GPUs.
 DRIVERS = {
@@ -111,3 +121,48 @@ def _count(platform: str) -> int | None:
     except (OSError, AttributeError):
         return None
     return count.value if counted else None
+
+
+def to_array(array: Any) -> np.ndarray | DeviceArray:
+    """Returns an array of JAX as an array of the engine, without a copy."""
+    if not _is_on_device(array):
+        return np.asarray(array)
+    return _device_array(array)
+
+
+def place_of(array: Any) -> Any:
+    """Returns where a result belongs that replaces an array; `None` leaves it to JAX.
+
+    A result is committed to a device only if the array is. Otherwise the second step would receive
+    committed weights and be compiled again.
+    """
+    return array.sharding if array.committed else None
+
+
+def to_jax(result: np.ndarray | DeviceArray, place: Any) -> Any:
+    """Returns an array of the engine as an array of JAX, without a copy; see `place_of`."""
+    if isinstance(result, DeviceArray):
+        return result.finish(None)
+    return jax.device_put(result, place, may_alias=True)
+
+
+def _is_on_device(array: Any) -> bool:
+    if not isinstance(array, jax.Array) or len(array.sharding.device_set) > 1:
+        return False
+    (device,) = array.sharding.device_set
+    return counts_host_memory() or (device.platform != "cpu" and load_runtime() is not None)
+
+
+def _device_array(array: Any) -> DeviceArray:
+    def allocate(shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+        place = place_of(array)
+        return _device_array(jax.numpy.zeros(shape, dtype, device=place))
+
+    array.block_until_ready()
+    address = array.unsafe_buffer_pointer() if math.prod(array.shape) else 0
+    return DeviceArray(address, array.shape, np.dtype(array.dtype), array, allocate)
+
+
+def engine_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Returns tensors as arrays of the engine."""
+    return uniform([to_array(tensor) for tensor in tensors])

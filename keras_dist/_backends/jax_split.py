@@ -208,17 +208,9 @@ class _Stages:
     def _delay(self, stage: int) -> None:
         """Moves what the host calls of a stage do not need to the next stage."""
         needed = {v for call in self.markers[stage] for v in _variables(call.invars)}
-        kept, moved = [], []
-        for equation, after in reversed(self._equations[stage]):
-            if equation.effects or not needed.isdisjoint(equation.outvars):
-                kept.append((equation, after))
-                needed.update(_variables(equation.invars))
-            else:
-                moved.append((equation, 0))
-                self._stage_of.update(dict.fromkeys(equation.outvars, stage + 1))
-                self._after.update(dict.fromkeys(equation.outvars, 0))
-        self._equations[stage] = kept[::-1]
-        self._equations[stage + 1][:0] = moved[::-1]
+        for equation in self._move(stage, stage + 1, needed, lambda e: not e.effects):
+            self._stage_of.update(dict.fromkeys(equation.outvars, stage + 1))
+            self._after.update(dict.fromkeys(equation.outvars, 0))
 
     def _postpone(self, data: set[Any]) -> None:
         """Moves what depends on the state alone to the first stage that ranks compute alike."""
@@ -229,15 +221,22 @@ class _Stages:
         calls = (e for stage in early for e in self.markers[stage])
         needed = {variable for equation in calls for variable in _variables(equation.invars)}
         for stage in reversed(early):
-            kept, moved = [], []
-            for equation, after in reversed(self._equations[stage]):
-                if data.isdisjoint(equation.outvars) and needed.isdisjoint(equation.outvars):
-                    moved.append((equation, 0))
-                else:
-                    kept.append((equation, after))
-                    needed.update(_variables(equation.invars))
-            self._equations[stage] = kept[::-1]
-            self._equations[self.alike][:0] = moved[::-1]
+            self._move(stage, self.alike, needed, lambda e: data.isdisjoint(e.outvars))
+
+    def _move(
+        self, stage: int, target: int, needed: set[Any], may_move: Callable[[Any], bool]
+    ) -> list[Any]:
+        """Moves equations of whose results none is needed to another stage, and returns them."""
+        kept, moved = [], []
+        for equation, after in reversed(self._equations[stage]):
+            if may_move(equation) and needed.isdisjoint(equation.outvars):
+                moved.append((equation, 0))
+            else:
+                kept.append((equation, after))
+                needed.update(_variables(equation.invars))
+        self._equations[stage] = kept[::-1]
+        self._equations[target][:0] = moved[::-1]
+        return [equation for equation, _ in moved]
 
     def _need(self, equation: Any, stage: int, number: int) -> None:
         """Notes the first host call for which the inputs of an equation are needed."""

@@ -7,6 +7,7 @@ operations, so a graph runs them in program order, the same on every rank. XLA c
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,135 +15,54 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist._backends.tensorflow_batches import build_from, first_batch, skip_batches
-from keras_dist._backends.tensorflow_device import (
+from keras_dist import errors
+from keras_dist._backends import Backend, HostFunction
+from keras_dist._backends.tensorflow_host import (
+    QueuedBuckets,
     engine_arrays,
-    gpu_number,
-    tensor_of,
+    on_host,
+    to_tensor,
     uses_gpu,
 )
-from keras_dist._backends.tensorflow_host import on_host
-from keras_dist._backends.tensorflow_overlap import QueuedBuckets
-from keras_dist._backends.tensorflow_step import test_step_for_host, train_step_for_host
-from keras_dist._backends.tensorflow_strategy import refuse_strategy
+from keras_dist._backends.tensorflow_step import (
+    build_from,
+    first_batch,
+    test_step_for_host,
+    train_step_for_host,
+)
+from keras_dist._gpu import counts_host_memory
+
+
+def refuse_strategy(expected: str, model: Any = None) -> None:
+    """Checks that no strategy is in scope, nor was when a model or its optimizer was made."""
+    used = [tf.distribute.get_strategy()] if tf.distribute.has_strategy() else _used_by(model)
+    if used:
+        raise errors.BackendError(
+            "[keras_dist]",
+            expected,
+            f"a tf.distribute.{type(used[0]).__name__}, so that both would act",
+            "Make the model and its optimizer, and train, outside of the scope of a strategy.",
+        )
+
+
+def _used_by(model: Any) -> list[Any]:
+    """Returns the strategies in whose scope a model and its optimizer were made."""
+    if model is None:
+        return []
+    from keras_dist._compat.keras.optimizers import TF_STRATEGY, innermost_optimizer
+
+    optimizer = innermost_optimizer(model.optimizer)
+    return [s for s in (model.distribute_strategy, getattr(optimizer, TF_STRATEGY)) if _acts(s)]
+
+
+def _acts(strategy: Any) -> bool:
+    """Returns whether a strategy is another one than TensorFlow's default."""
+    with strategy.scope():
+        return tf.distribute.has_strategy()
+
 
 # Mean size of a tensor below which a copy takes less time than a tensor made of a leased result.
 LENT_NBYTES = 128 * 1024
-
-HostFunction = Callable[[np.ndarray], np.ndarray]
-
-__all__ = [
-    "after",
-    "as_dense",
-    "as_tensors",
-    "build_from",
-    "call_host",
-    "call_uncompiled",
-    "check_model",
-    "coalesce",
-    "differentiable_host_callback",
-    "engine_arrays",
-    "finish_calls",
-    "first_batch",
-    "form_of",
-    "gpu_number",
-    "host_array",
-    "is_traced",
-    "limit_threads",
-    "multiply",
-    "on_host",
-    "pin_device",
-    "reduce_gradients",
-    "skip_batches",
-    "tensor_of",
-    "test_step_for_host",
-    "train_step_for_host",
-    "zeros",
-]
-
-
-def pin_device(local_rank: int, local_size: int) -> str | None:
-    """Makes this process use the GPU of its local rank, with memory growth.
-
-    See `Backend.pin_device`.
-    """
-    gpus = tf.config.list_physical_devices("GPU")
-    visible = tf.config.get_visible_devices("GPU")
-    if not gpus or (len(visible) < len(gpus)):
-        return None
-    gpu = gpus[local_rank % len(gpus)]
-    try:
-        tf.config.set_visible_devices(gpu, "GPU")
-        tf.config.experimental.set_memory_growth(gpu, True)
-    except (RuntimeError, ValueError) as error:
-        if len(gpus) == 1 or local_size == 1:
-            return None
-        return (
-            f"GPU {local_rank % len(gpus)} could not be pinned ({error}), so ranks of this "
-            f"node share GPUs. Call keras_dist.init() before anything else uses TensorFlow."
-        )
-    if 1 < len(gpus) < local_size:
-        return f"shares its GPU: {local_size} ranks on this node, {len(gpus)} GPUs."
-    return None
-
-
-def limit_threads(count: int, override: bool) -> None:
-    """Sets the size of the intra-op pool. See `Backend.limit_threads`."""
-    threading = tf.config.threading
-    chosen = threading.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in os.environ
-    if override or not chosen:
-        # Once TensorFlow is running, the size of its pool is fixed.
-        with contextlib.suppress(RuntimeError):
-            threading.set_intra_op_parallelism_threads(count)
-
-
-def finish_calls() -> None:
-    """Does nothing: a program returns after its host calls. See `Backend.finish_calls`."""
-
-
-def host_array(tensor: Any) -> np.ndarray:
-    """See `Backend`. The array protocol of TensorFlow copies; its buffer protocol does not."""
-    value = tf.convert_to_tensor(tensor)
-    try:
-        return np.asarray(memoryview(value))
-    except (BufferError, TypeError, ValueError):  # a dtype that is not numpy's, such as bfloat16
-        return value.numpy()
-
-
-def reduce_gradients(
-    gradients: Sequence[Any],
-    names: Sequence[str],
-    variables: Sequence[Any],
-    plan: Callable[..., Any],
-    reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
-    when: Any = None,
-) -> list[Any]:
-    """Reduces dense gradients by bucket and `IndexedSlices` by rows.
-
-    See `Backend.reduce_gradients`. The last gradient comes first: backpropagation produces it
-    first, so its bucket does not wait for the others.
-    """
-    refuse_strategy("gradients that keras_dist alone averages")
-    reduced: dict[int, Any] = {}
-    shapes = [tuple(variable.shape) for variable in variables]
-    backwards = range(len(gradients) - 1, -1, -1)
-    dense = [i for i in backwards if not isinstance(gradients[i], tf.IndexedSlices)]
-    if dense:
-        specs = [(shapes[i], np.dtype(gradients[i].dtype.as_numpy_dtype)) for i in dense]
-        fused = plan(dense, specs, at_once=uses_gpu())
-        results = _reduce_dense(fused, [gradients[i] for i in dense])
-        reduced.update(zip(dense, results, strict=True))
-    for i in backwards:
-        if i not in reduced:
-            reduced[i] = _reduce_rows(
-                gradients[i], shapes[i], functools.partial(reduce_slices, names[i])
-            )
-    return [reduced[i] for i in range(len(gradients))]
-
-
-def as_tensors(gradients: Sequence[Any]) -> list[Any]:
-    """Returns `IndexedSlices` of tensors. See `Backend.as_tensors`."""
-    return [gradient if gradient is None else _as_tensor(gradient) for gradient in gradients]
 
 
 def _as_tensor(gradient: Any) -> Any:
@@ -152,83 +72,6 @@ def _as_tensor(gradient: Any) -> Any:
         return gradient
     values, indices = map(tf.convert_to_tensor, (gradient.values, gradient.indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def form_of(gradient: Any) -> tuple[str, str | None]:
-    """See `Backend`."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values.dtype.name, gradient.indices.dtype.name
-    return tf.as_dtype(gradient.dtype).name, None
-
-
-def zeros(variable: Any, form: tuple[str, str | None]) -> Any:
-    """See `Backend`."""
-    dtype, index_dtype = form
-    if index_dtype is None:
-        return tf.zeros(variable.shape, dtype)
-    values = tf.zeros((0, *variable.shape[1:]), dtype)
-    return tf.IndexedSlices(values, tf.zeros(0, index_dtype), tf.constant(list(variable.shape)))
-
-
-def is_traced(gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
-    """See `Backend`."""
-    return not tf.executing_eagerly()
-
-
-def call_uncompiled(function: Callable[[], Any]) -> Any:
-    """Calls a function without AutoGraph. See `Backend.call_uncompiled`."""
-    return tf.autograph.experimental.do_not_convert(function)()
-
-
-def differentiable_host_callback(
-    tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
-) -> Any:
-    """Adds a host call with a gradient. See `Backend.differentiable_host_callback`."""
-
-    def call(function: HostFunction, local: Any) -> Any:
-        return on_host(function, [local], [local.shape], on_device=on_device)[0]
-
-    @tf.custom_gradient
-    def differentiable(local: Any) -> tuple[Any, Callable[[Any], Any]]:
-        return call(forward, local), lambda gradient: call(backward, gradient)
-
-    # A variable as argument would require a gradient of its own.
-    return differentiable(tf.convert_to_tensor(tensor))
-
-
-def call_host(
-    function: Callable[..., Sequence[np.ndarray]],
-    tensors: Sequence[Any],
-    shapes: Sequence[tuple[int, ...]],
-) -> list[Any]:
-    """Adds a host call. See `Backend.call_host`."""
-    return on_host(function, [tf.convert_to_tensor(tensor) for tensor in tensors], shapes)
-
-
-def after(earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-    """Adds a control dependency. See `Backend.after`."""
-    with tf.control_dependencies([earlier]):
-        return [tf.identity(tensor) for tensor in tensors]
-
-
-def coalesce(gradients: Sequence[Any]) -> list[Any]:
-    """Sums the rows of equal index in `IndexedSlices`. See `Backend.coalesce`."""
-    return [_sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-
-
-def as_dense(gradients: Sequence[Any]) -> list[Any]:
-    """Makes `IndexedSlices` dense. See `Backend.as_dense`."""
-    return [tf.convert_to_tensor(gradient) for gradient in gradients]
-
-
-def multiply(gradients: Sequence[Any], factor: float) -> list[Any]:
-    """Multiplies gradients, including `IndexedSlices`, by a number. See `Backend.multiply`."""
-    return [tf.math.scalar_mul(factor, gradient) for gradient in gradients]
-
-
-def check_model(model: Any) -> None:
-    """Refuses a model of a strategy of `tf.distribute`. See `Backend.check_model`."""
-    refuse_strategy(f"a model whose gradients keras_dist alone averages, {model.name!r}", model)
 
 
 def _sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -318,3 +161,189 @@ def _rows_and_count(reduce_slices: Callable[..., Any], values: Any, indices: Any
     """Returns the rows of all ranks and the number to divide by, wherever the arrays are."""
     rows, numbers, *count = reduce_slices(values, indices)
     return [rows, numbers, np.array(count[0] if count else 1, np.int64)]
+
+
+class TensorFlow(Backend):
+    """TensorFlow."""
+
+    name = "tensorflow"
+
+    def pin_device(self, local_rank: int, local_size: int) -> str | None:
+        """Makes this process use the GPU of its local rank, with memory growth."""
+        gpus = tf.config.list_physical_devices("GPU")
+        visible = tf.config.get_visible_devices("GPU")
+        if not gpus or (len(visible) < len(gpus)):
+            return None
+        gpu = gpus[local_rank % len(gpus)]
+        try:
+            tf.config.set_visible_devices(gpu, "GPU")
+            tf.config.experimental.set_memory_growth(gpu, True)
+        except (RuntimeError, ValueError) as error:
+            if len(gpus) == 1 or local_size == 1:
+                return None
+            return (
+                f"GPU {local_rank % len(gpus)} could not be pinned ({error}), so ranks of this "
+                f"node share GPUs. Call keras_dist.init() before anything else uses TensorFlow."
+            )
+        if 1 < len(gpus) < local_size:
+            return f"shares its GPU: {local_size} ranks on this node, {len(gpus)} GPUs."
+        return None
+
+    def gpu_number(self) -> int | None:
+        if counts_host_memory():
+            return 0
+        visible = tf.config.get_visible_devices("GPU")
+        return int(visible[0].name.rpartition(":")[2]) if visible else None
+
+    def limit_threads(self, count: int, override: bool) -> None:
+        """Sets the size of the intra-op pool."""
+        threading = tf.config.threading
+        chosen = (
+            threading.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in os.environ
+        )
+        if override or not chosen:
+            # Once TensorFlow is running, the size of its pool is fixed.
+            with contextlib.suppress(RuntimeError):
+                threading.set_intra_op_parallelism_threads(count)
+
+    def host_array(self, tensor: Any) -> np.ndarray:
+        """The array protocol of TensorFlow copies; its buffer protocol does not."""
+        value = tf.convert_to_tensor(tensor)
+        try:
+            return np.asarray(memoryview(value))
+        except (
+            BufferError,
+            TypeError,
+            ValueError,
+        ):  # a dtype that is not numpy's, such as bfloat16
+            return value.numpy()
+
+    def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
+        return engine_arrays(tensors)
+
+    def tensor_of(self, array: Any, like: Any) -> Any:
+        return to_tensor(array)
+
+    def reduce_gradients(
+        self,
+        gradients: Sequence[Any],
+        names: Sequence[str],
+        variables: Sequence[Any],
+        plan: Callable[..., Any],
+        reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
+        when: Any = None,
+    ) -> list[Any]:
+        """Reduces dense gradients by bucket and `IndexedSlices` by rows.
+
+        The last gradient comes first: backpropagation produces it
+        first, so its bucket does not wait for the others.
+        """
+        refuse_strategy("gradients that keras_dist alone averages")
+        reduced: dict[int, Any] = {}
+        shapes = [tuple(variable.shape) for variable in variables]
+        backwards = range(len(gradients) - 1, -1, -1)
+        dense = [i for i in backwards if not isinstance(gradients[i], tf.IndexedSlices)]
+        if dense:
+            specs = [(shapes[i], np.dtype(gradients[i].dtype.as_numpy_dtype)) for i in dense]
+            fused = plan(dense, specs, at_once=uses_gpu())
+            results = _reduce_dense(fused, [gradients[i] for i in dense])
+            reduced.update(zip(dense, results, strict=True))
+        for i in backwards:
+            if i not in reduced:
+                reduced[i] = _reduce_rows(
+                    gradients[i], shapes[i], functools.partial(reduce_slices, names[i])
+                )
+        return [reduced[i] for i in range(len(gradients))]
+
+    def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:
+        """Returns `IndexedSlices` of tensors."""
+        return [gradient if gradient is None else _as_tensor(gradient) for gradient in gradients]
+
+    def form_of(self, gradient: Any) -> tuple[str, str | None]:
+        if isinstance(gradient, tf.IndexedSlices):
+            return gradient.values.dtype.name, gradient.indices.dtype.name
+        return tf.as_dtype(gradient.dtype).name, None
+
+    def zeros(self, variable: Any, form: tuple[str, str | None]) -> Any:
+        dtype, index_dtype = form
+        if index_dtype is None:
+            return tf.zeros(variable.shape, dtype)
+        values = tf.zeros((0, *variable.shape[1:]), dtype)
+        return tf.IndexedSlices(values, tf.zeros(0, index_dtype), tf.constant(list(variable.shape)))
+
+    def is_traced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
+        return not tf.executing_eagerly()
+
+    def differentiable_host_callback(
+        self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+    ) -> Any:
+        """Adds a host call with a gradient."""
+
+        def call(function: HostFunction, local: Any) -> Any:
+            return on_host(function, [local], [local.shape], on_device=on_device)[0]
+
+        @tf.custom_gradient
+        def differentiable(local: Any) -> tuple[Any, Callable[[Any], Any]]:
+            return call(forward, local), lambda gradient: call(backward, gradient)
+
+        # A variable as argument would require a gradient of its own.
+        return differentiable(tf.convert_to_tensor(tensor))
+
+    def call_uncompiled(self, function: Callable[[], Any]) -> Any:
+        """Calls a function without AutoGraph."""
+        return tf.autograph.experimental.do_not_convert(function)()
+
+    def call_host(
+        self,
+        function: Callable[..., Sequence[np.ndarray]],
+        tensors: Sequence[Any],
+        shapes: Sequence[tuple[int, ...]],
+    ) -> list[Any]:
+        """Adds a host call."""
+        return on_host(function, [tf.convert_to_tensor(tensor) for tensor in tensors], shapes)
+
+    def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
+        """Adds a control dependency."""
+        with tf.control_dependencies([earlier]):
+            return [tf.identity(tensor) for tensor in tensors]
+
+    def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
+        """Sums the rows of equal index in `IndexedSlices`."""
+        return [_sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+
+    def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
+        """Makes `IndexedSlices` dense."""
+        return [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+    def multiply(self, gradients: Sequence[Any], factor: float) -> list[Any]:
+        """Multiplies gradients, including `IndexedSlices`, by a number."""
+        return [tf.math.scalar_mul(factor, gradient) for gradient in gradients]
+
+    def check_model(self, model: Any) -> None:
+        """Refuses a model of a strategy of `tf.distribute`."""
+        refuse_strategy(f"a model whose gradients keras_dist alone averages, {model.name!r}", model)
+
+    def train_step_for_host(
+        self, model: Any, with_rows: Callable[[Any], contextlib.AbstractContextManager[None]]
+    ) -> contextlib.AbstractContextManager[None]:
+        return train_step_for_host(model, with_rows)
+
+    def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return test_step_for_host(model)
+
+    def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> dict[str, Any]:
+        """Takes batches from the iterator."""
+        [iterator] = arguments
+        next(iterator)  # StopIteration ends the epoch, but an execution may be incomplete
+        for _ in itertools.islice(iterator, count - 1):
+            pass
+        return logs
+
+    def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        return first_batch(count, *arguments)
+
+    def build_from(self, model: Any, batches: Any) -> None:
+        build_from(model, batches)
+
+
+backend = TensorFlow()

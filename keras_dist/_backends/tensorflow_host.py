@@ -1,20 +1,128 @@
-"""Host functions of numpy arrays as operations of a TensorFlow graph, by `tf.numpy_function`.
+"""Host functions of arrays as operations of a TensorFlow graph, by `tf.numpy_function`.
 
 Conversion of an array to a tensor takes a graph several times as long as a split of a tensor. So
 results that are adjacent in memory become one tensor, which is split without a copy. TensorFlow may
 write to such a slice if it has no other reader, but never to a converted array. So this is only for
 results whose memory belongs to the graph: a write to a leased result ends the lease.
+
+To overlap the reduction of gradients, a host operation queues a bucket when its gradients have been
+computed, and another one waits for the results. In between, TensorFlow computes the gradients of
+the next buckets. On a GPU, the ranks agree on a bucket and launch it while the operation of the
+next one waits for its gradients.
+
+The engine takes tensors in GPU memory where they are, by DLPack, in a `tf.py_function`, which calls
+Python with eager tensors. TensorFlow does not tell its stream, so the host waits before and after
+the engine uses a tensor.
 """
 
 import contextlib
+import ctypes
+import functools
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import POINTER, c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from numpy.lib.stride_tricks import as_strided
 
-from keras_dist._backends.tensorflow_device import call_on_device, uses_gpu
+from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
+
+
+class _Tensor(ctypes.Structure):
+    """DLPack's description of a tensor."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("ndim", c_int32),
+        ("code", c_uint8),
+        ("bits", c_uint8),
+        ("lanes", c_uint16),
+        ("shape", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("byte_offset", c_uint64),
+    ]
+
+
+_pointer_of = ctypes.PYFUNCTYPE(c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+@functools.cache  # TensorFlow fixes its devices at first use
+def uses_gpu() -> bool:
+    """Returns whether tensors of this process may be in GPU memory."""
+    if counts_host_memory():
+        return True
+    return bool(tf.config.get_visible_devices("GPU")) and load_runtime() is not None
+
+
+def call_on_device(
+    function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any], name: str
+) -> Any:
+    """Adds a call of a function of the engine's arrays to a graph, or calls it eagerly.
+
+    An eager call raises what the function raises, which an operation makes an error of TensorFlow.
+    """
+    call = functools.partial(_call_on_engine_arrays, function)
+    if tf.executing_eagerly():
+        return call(*map(tf.convert_to_tensor, tensors))
+    return tf.py_function(call, tensors, dtypes, name=name)
+
+
+def _call_on_engine_arrays(function: Callable[..., Any], *tensors: Any) -> list[Any]:
+    results = function(*engine_arrays(tensors))
+    each = results if isinstance(results, list | tuple) else [results]
+    return [to_tensor(result) for result in each]
+
+
+def engine_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Returns tensors as arrays of the engine."""
+    _wait_for_gpu()
+    return uniform([_to_array(tf.convert_to_tensor(tensor)) for tensor in tensors])
+
+
+def _to_array(tensor: Any) -> np.ndarray | DeviceArray:
+    on_gpu = counts_host_memory() or (uses_gpu() and "GPU" in tensor.backing_device)
+    array: np.ndarray | DeviceArray = _device_array(tensor) if on_gpu else tensor.numpy()
+    return array
+
+
+def to_tensor(result: np.ndarray | DeviceArray) -> Any:
+    """Returns an array of the engine as a tensor."""
+    if isinstance(result, DeviceArray):
+        return result.finish(None)
+    return tf.convert_to_tensor(result)
+
+
+def _wait_for_gpu() -> None:
+    """Blocks until TensorFlow's work on the GPU has been done."""
+    if uses_gpu() and not counts_host_memory():
+        tf.test.experimental.sync_devices()
+
+
+def _device_array(tensor: Any) -> DeviceArray:
+    def allocate(shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+        with tf.device(tensor.device):
+            made = tf.raw_ops.Empty(shape=shape, dtype=tensor.dtype)
+        _wait_for_gpu()  # TensorFlow gives memory away before the work on it has been done
+        return _device_array(made)
+
+    shape = tuple(tensor.shape)
+    dtype = np.dtype(tensor.dtype.as_numpy_dtype)
+    return DeviceArray(_address_of(tensor), shape, dtype, tensor, allocate)
+
+
+def _address_of(tensor: Any) -> int:
+    """Returns the address of a tensor, as DLPack describes it."""
+    if tensor.dtype == tf.bool:  # not among the dtypes of DLPack
+        tensor = tf.bitcast(tensor, tf.uint8)
+    capsule = tf.experimental.dlpack.to_dlpack(tensor)
+    described = _Tensor.from_address(_pointer_of(capsule, b"dltensor"))
+    return (described.data or 0) + int(described.byte_offset)
+
 
 # XLA shows the name in the error about an operation that it cannot compile.
 NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
@@ -149,3 +257,39 @@ def _split(run: Any, shapes: Sequence[Any]) -> list[Any]:
     lines = [tf.TensorShape(shape).num_elements() // run.shape[1] for shape in shapes]
     pairs = zip(tf.split(run, lines), shapes, strict=True)
     return [tf.reshape(result, shape) for result, shape in pairs]
+
+
+class QueuedBuckets:
+    """The buckets of a plan in one graph: operations that queue them, and that wait for them."""
+
+    def __init__(self, fused: Any, on_device: bool):
+        self._plan, self._on_device = fused.weak(), on_device
+        self._handles: dict[int, Any] = {}
+        self._queued: list[tf.Tensor] = []  # one for each bucket: it has been queued
+
+    def queue(self, number: int, tensors: Sequence[tf.Tensor], lend: bool) -> None:
+        """Adds an operation that queues a bucket; call it for the buckets in their order."""
+
+        def start(*arrays: Any) -> np.int64:
+            # The handle keeps the arrays, and they the memory of the tensors.
+            self._handles[number] = self._plan().queue_bucket(number, arrays, lend)
+            return np.int64(number)
+
+        self._queued += on_host(start, tensors, [()], [tf.int64], on_device=self._on_device)
+
+    def results(
+        self, number: int, tensors: Sequence[tf.Tensor], shapes: Sequence[Any], buffers: Any
+    ) -> list[tf.Tensor]:
+        """Adds an operation that waits for a bucket; call it when all have been queued.
+
+        Args:
+            shapes: their shapes.
+        """
+
+        def wait(*_: Any) -> list[Any]:
+            reduced: list[Any] = self._handles.pop(number).wait()
+            return reduced
+
+        # A thread of TensorFlow that waits computes nothing: first, all buckets are queued.
+        dtypes = [tensor.dtype for tensor in tensors]
+        return on_host(wait, self._queued, shapes, dtypes, buffers, on_device=self._on_device)

@@ -1,4 +1,4 @@
-"""Splits Keras' train step on TensorFlow into two XLA programs with a host call between them.
+"""Keras' train step on TensorFlow: two XLA programs with a host call between them, and its batches.
 
 The first program computes the gradients, the second updates the variables. The operations between
 them, including the reduction and clipping, are an ordinary graph, since XLA cannot call the host.
@@ -13,6 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist import errors
+from keras_dist._backends import replaced, uncompiled_step
 from keras_dist._backends.tensorflow_host import HostCalled, without_host
 
 _log = logging.getLogger("keras_dist")
@@ -29,7 +31,7 @@ WithRows = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def train_step_for_host(model: Any, with_rows: WithRows) -> Iterator[None]:
-    """Compiles the parts of the step before and in the update. See `Backend.train_step_for_host`.
+    """Compiles the parts of the step before and in the update.
 
     Keras, which would compile the step as one program, receives a step that is not to be compiled.
     A step that cannot be split runs without XLA, with a warning.
@@ -41,17 +43,13 @@ def train_step_for_host(model: Any, with_rows: WithRows) -> Iterator[None]:
     step = model.train_step if why_not else _split(model, model.train_step, with_rows)
     if why_not:
         _warn_once(why_not)
-    model.jit_compile = False
-    try:
-        with _replaced(model, "train_step", step):
-            yield
-    finally:
-        model.jit_compile = True
+    with uncompiled_step(model, "train_step", step):
+        yield
 
 
 @contextlib.contextmanager
 def test_step_for_host(model: Any) -> Iterator[None]:
-    """Compiles the step unless it calls the host. See `Backend.test_step_for_host`."""
+    """Compiles the step unless it calls the host."""
     if not model.jit_compile or model.run_eagerly:
         yield
         return
@@ -63,12 +61,8 @@ def test_step_for_host(model: Any) -> Iterator[None]:
         except HostCalled:
             return step(data)
 
-    model.jit_compile = False
-    try:
-        with _replaced(model, "test_step", test_step):
-            yield
-    finally:
-        model.jit_compile = True
+    with uncompiled_step(model, "test_step", test_step):
+        yield
 
 
 def _reason_not_to_split(model: Any) -> str | None:
@@ -94,7 +88,7 @@ def _split(model: Any, step: Callable[[Any], Any], with_rows: WithRows) -> Calla
 
         def differentiate() -> tuple[Any, list[Any]]:
             pairs: list[tuple[Any, Any]] = []
-            with _replaced(model.optimizer, "apply_gradients", pairs.extend):
+            with replaced(model.optimizer, "apply_gradients", pairs.extend):
                 logs = step(data)
             variables[:] = [variable for _, variable in pairs]
             return logs, [gradient for gradient, _ in pairs]
@@ -130,7 +124,7 @@ def _compiled_update(optimizer: Any) -> Iterator[None]:
         update(strategy, rows, *arguments)
         _compiled(lambda: update(strategy, dense, *arguments))()
 
-    with _replaced(applying, TF_UPDATE, compiled_update):
+    with replaced(applying, TF_UPDATE, compiled_update):
         yield
 
 
@@ -159,18 +153,6 @@ def _with_value(create: Callable[..., Any], **options: Any) -> Any:
         return create(**{**options, "initial_value": value})
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Returns a context in which a function is an attribute of an instance, untracked by Keras."""
-    own = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
-    owner.__dict__[name] = function
-    try:
-        yield
-    finally:
-        del owner.__dict__[name]
-        owner.__dict__.update(own)
-
-
 @functools.cache
 def _warn_once(why: str) -> None:
     _log.warning(
@@ -179,3 +161,51 @@ def _warn_once(why: str) -> None:
         "compile(..., jit_compile=False) has the same effect.",
         why,
     )
+
+
+def first_batch(count: int, iterator: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Takes the batches of one call and returns an iterator over them.
+
+    The new iterator has the same type, so that the train function is not traced again. That
+    requires dense tensors.
+    """
+    specs = tf.nest.flatten(getattr(iterator, "element_spec", None))
+    if not isinstance(iterator, tf.data.Iterator) or not all(
+        isinstance(spec, tf.TensorSpec) for spec in specs
+    ):
+        return None, (iterator,)
+    batches = list(_take(iterator, count))
+    if not batches:
+        return None, (iterator,)
+
+    def with_spec(*batch: Any) -> Any:
+        tensors = [
+            tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
+            for tensor, spec in zip(tf.nest.flatten(batch), specs, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
+
+    datasets = [tf.data.Dataset.from_tensors(batch).map(with_spec) for batch in batches]
+    dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
+    return batches[0], (iter(dataset),)
+
+
+def _take(iterator: Any, count: int) -> Iterator[Any]:
+    for _ in range(count):
+        optional = iterator.get_next_as_optional()
+        if not optional.has_value():
+            return
+        yield optional.get_value()
+
+
+def build_from(model: Any, batches: Any) -> None:
+    """Traces a train step, which creates the variables, without running it."""
+    try:
+        tf.function(model.train_step).get_concrete_function(batches.element_spec)
+    except Exception as error:
+        raise errors.ArgumentError(
+            "[keras_dist]",
+            f"to build model {model.name!r} from the shapes of its data",
+            f"{type(error).__name__}: {error}",
+            "Build the model before fit: model.build(input_shape), or call it on a batch.",
+        ) from error

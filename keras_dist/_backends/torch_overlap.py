@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from keras_dist._backends.torch_device import is_on_device, to_array
+from keras_dist._backends.torch_tensors import is_on_device, to_array
 from keras_dist._compat.torch import weak_tensor_keys, writes_to
 from keras_dist._gpu import uniform
 

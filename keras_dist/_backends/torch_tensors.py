@@ -1,13 +1,45 @@
-"""Conversion between torch tensors and numpy arrays. Only tensors on a device are copied."""
+"""Torch tensors as arrays, and back: of numpy, or for the engine also in GPU memory.
+
+Of those for numpy, only tensors on a device are copied; the engine takes all where they are.
+"""
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from keras_dist import errors
 from keras_dist._compat.torch import copy_all
+from keras_dist._gpu import Concatenation, DeviceArray, counts_host_memory, load_runtime
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, run: Any, back: Any, *tensors: torch.Tensor) -> Any:
+        context.back = back
+        return run(*tensors)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *context.back(*gradients)
+
+
+def differentiable(
+    run: Callable[..., tuple[torch.Tensor, ...]],
+    back: Callable[..., Sequence[torch.Tensor]],
+    *tensors: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Runs a function of tensors whose gradient is another one, of the gradients of its results.
+
+    Autograd, which is slow for many small tensors, takes part only if it records.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        results: tuple[torch.Tensor, ...] = _Function.apply(run, back, *tensors)
+        return results
+    return run(*tensors)
 
 
 def dtype_of(tensor: torch.Tensor) -> np.dtype:
@@ -129,3 +161,97 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     # The GPU writes to pinned memory directly; for other memory the driver makes a second copy.
     staging = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return staging.copy_(tensor)
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Returns whether the engine takes a tensor as an array in GPU memory."""
+    if tensor.is_cuda:
+        runtime = load_runtime()
+        return runtime is not None and runtime.device == tensor.device.index
+    return tensor.is_cpu and counts_host_memory()
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray | DeviceArray:
+    """Returns a tensor as an array of the engine; only one that is not contiguous is copied."""
+    if not is_on_device(tensor):
+        return to_numpy(tensor)
+    if tensor.layout is not torch.strided:
+        return to_numpy(tensor)  # which refuses it
+    return _device_array(tensor.detach().contiguous().resolve_conj().resolve_neg())
+
+
+def to_tensor(array: np.ndarray | DeviceArray, like: torch.Tensor) -> torch.Tensor:
+    """Returns an array of the engine as a tensor of the dtype and device of `like`.
+
+    Later work of the current stream waits until the array has been written.
+    """
+    if not isinstance(array, DeviceArray):
+        return to_torch(array, like)
+    tensor: torch.Tensor = array.finish(_stream_of(like))
+    return tensor
+
+
+def to_tensors(arrays: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns arrays as `to_tensor` does; the stream waits once for what one operation writes."""
+    held: set[int] = set()
+    found = []
+    for array, like in zip(arrays, likes, strict=True):
+        if isinstance(array, DeviceArray) and id(array.completion) in held:
+            found.append(array.owner)
+            continue
+        if isinstance(array, DeviceArray):
+            held.add(id(array.completion))
+        found.append(to_tensor(array, like))
+    return found
+
+
+def reduce_on_device(reduce_slices: Any, sparse: torch.Tensor) -> torch.Tensor:
+    """Reduces a coalesced sparse tensor in GPU memory; see `Backend.reduce_gradients`."""
+    shape = sparse.shape[: sparse.sparse_dim()]
+    indices, values = sparse.indices(), sparse.values()
+    flat = indices[0]
+    for index, length in zip(indices[1:], shape[1:], strict=True):
+        flat = flat * length + index
+    rows, numbers, count = reduce_slices(to_array(values), to_array(flat))
+    full = torch.stack(torch.unravel_index(to_tensor(numbers, flat), shape))
+    total = torch.sparse_coo_tensor(full, to_tensor(rows, values), sparse.shape).coalesce()
+    return total / count if count > 1 else total
+
+
+def _device_array(tensor: torch.Tensor) -> DeviceArray:
+    def allocate(shape: tuple[int, ...], dtype: np.dtype) -> DeviceArray:
+        return _device_array(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
+
+    return DeviceArray(
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        dtype_of(tensor),
+        tensor,
+        allocate,
+        lambda: _stream_of(tensor),
+        joiner=_JOINER,
+    )
+
+
+def _join(arrays: Sequence[DeviceArray], offsets: Sequence[int], count: int) -> DeviceArray:
+    tensors = [array.owner for array in arrays]
+    flat = torch.empty(count, dtype=tensors[0].dtype, device=tensors[0].device)
+    places = [_place(flat, at, t.shape) for at, t in zip(offsets, tensors, strict=True)]
+    write_all(places, tensors)
+    return _device_array(flat)
+
+
+def _part(flat: DeviceArray, offset: int, shape: tuple[int, ...]) -> DeviceArray:
+    return _device_array(_place(flat.owner, offset, shape))
+
+
+def _place(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    return flat.narrow(0, offset, math.prod(shape)).view(shape)
+
+
+_JOINER = Concatenation(_join, _part)
+
+
+def _stream_of(tensor: torch.Tensor) -> Any:
+    """Returns the current stream; 0, the program itself, for a tensor on the CPU."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0

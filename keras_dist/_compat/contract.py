@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -59,6 +60,26 @@ class Name:
         return _difference(found, self.parameters, inspect.isclass(owner))
 
 
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """A module, or a class of a module, that has private names; see `Name.owner`."""
+
+    path: str | Callable[[], Any]
+
+    def name(self, name: str, purpose: str, without: str, **options: Any) -> Name:
+        """Returns a name that it has, whatever it stands for."""
+        return Name(self.path, name, purpose, without, **options)
+
+    def method(self, signature: str, purpose: str, without: str, **options: Any) -> Name:
+        """Returns a function, or a class, with its parameters, as in `"apply(grads)"`."""
+        name, *parameters = re.findall(r"\w+", signature)
+        return self.name(name, purpose, without, parameters=tuple(parameters), **options)
+
+    def attribute(self, name: str, purpose: str, without: str, **options: Any) -> Name:
+        """Returns an attribute of its instances, which its code mentions."""
+        return self.name(name, purpose, without, instance=True, **options)
+
+
 @functools.cache
 def check(module: str) -> None:
     """Checks that a framework has the names of a module of this package, once per process."""
@@ -71,6 +92,12 @@ def require(entry: Name, version: Callable[[], str]) -> Any:
     """Returns the owner of a name, after a check that it has the name, once per process."""
     _raise_if_missing([entry], version)
     return entry.resolve()
+
+
+@functools.cache
+def has(*names: Name) -> bool:
+    """Returns whether a framework has names that keras_dist can do without."""
+    return not missing(names)
 
 
 def missing(names: Iterable[Name]) -> list[tuple[Name, str]]:

@@ -1,14 +1,13 @@
 """Private and undocumented names of JAX."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from keras_dist._compat.contract import Name, missing, require
+from keras_dist._compat.contract import Owner, has, require
 
 
 def version() -> str:
@@ -53,7 +52,7 @@ def subset_of(
 
 def has_buffer_callbacks(context: Any) -> bool:
     """Returns whether the host can read and write the memory of a program."""
-    return tuple(context.module_context.platforms) == ("cpu",) and _knows_buffers()
+    return tuple(context.module_context.platforms) == ("cpu",) and has(*BUFFERS)
 
 
 def emit_buffer_callback(
@@ -89,11 +88,6 @@ def emit_buffer_callback(
     return results
 
 
-@functools.cache
-def _knows_buffers() -> bool:
-    return not missing(BUFFERS)
-
-
 def put_like(array: np.ndarray, like: Any) -> Any | None:
     """Returns an array as a JAX array beside another, in place; `None` if `jax.device_put` must.
 
@@ -103,7 +97,7 @@ def put_like(array: np.ndarray, like: Any) -> Any | None:
         like: a JAX array of the shape, the dtype and the device of the result.
     """
     sharding = like.sharding
-    if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or not _puts_in_place():
+    if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or not has(PUT):
         return None
     if like.weak_type or array.shape != like.shape or array.dtype != like.dtype:
         return None
@@ -116,18 +110,8 @@ def put_like(array: np.ndarray, like: Any) -> Any | None:
 
 def release_dropped() -> None:
     """Releases the memory of arrays that the script has dropped; JAX does it at its next call."""
-    if _releases():
+    if has(GARBAGE):
         require(GARBAGE, version).collect_garbage()
-
-
-@functools.cache
-def _releases() -> bool:
-    return not missing((GARBAGE,))
-
-
-@functools.cache
-def _puts_in_place() -> bool:
-    return not missing((PUT,))
 
 
 def _jaxpr() -> Any:
@@ -141,12 +125,10 @@ def _debug_info() -> Any:
 SPLIT = "to compile a train step as programs before and after the reduction"
 NOT_SPLIT = "a train step could not be compiled"
 
-CLIENT = Name(
-    "jax._src.xla_bridge",
-    "backends_are_initialized",
+CLIENT = Owner("jax._src.xla_bridge").method(
+    "backends_are_initialized()",
     "to choose the GPU of a rank before JAX allocates memory on all GPUs",
     "each rank would allocate memory on every GPU",
-    (),
     on_use=True,
 )
 
@@ -154,13 +136,13 @@ REFUSED = "to explain which transformations a collective does not support"
 IN_PLACE = "to read and write the memory of a compiled program on the host"
 COPIED = "none: calls of the host copy arguments and results"
 
-TOKEN = Name("jax._src.core", "abstract_token", IN_PLACE, COPIED, on_use=True)
+TOKEN = Owner("jax._src.core").name("abstract_token", IN_PLACE, COPIED, on_use=True)
 
 # Without one of these names, calls of the host are `io_callback`s.
 BUFFERS = (
     TOKEN,
     *(
-        Name(owner, name, IN_PLACE, COPIED, on_use=True)
+        Owner(owner).name(name, IN_PLACE, COPIED, on_use=True)
         for owner, name in (
             ("jax.experimental.buffer_callback", "buffer_callback"),
             ("jax.ffi", "ffi_lowering"),
@@ -172,17 +154,14 @@ BUFFERS = (
     ),
 )
 
-PUT = Name(
-    "jax._src.interpreters.pxla",
-    "batched_device_put",
+PUT = Owner("jax._src.interpreters.pxla").method(
+    "batched_device_put(aval, sharding, xs, devices, committed)",
     "to make JAX arrays of results without a copy",
     "none: jax.device_put makes them, which takes longer",
-    ("aval", "sharding", "xs", "devices", "committed"),
     on_use=True,
 )
 
-GARBAGE = Name(
-    "jaxlib._jax",
+GARBAGE = Owner("jaxlib._jax").name(
     "collect_garbage",
     "to use the memory of results again that the script has dropped",
     "none: JAX releases them at its next call, and results are copied meanwhile",
@@ -194,28 +173,29 @@ CONTRACT = (
     PUT,
     GARBAGE,
     *BUFFERS,
-    Name(
-        lambda: type(jax.config),
+    Owner(lambda: type(jax.config)).name(
         "values",
         "to see whether the script has chosen GPUs",
         "each rank would allocate memory on every GPU",
     ),
-    Name("jax:api_util", "shaped_abstractify", SPLIT, NOT_SPLIT, ("x",)),
-    Name(_jaxpr, "replace", SPLIT, NOT_SPLIT),
-    Name(_jaxpr, "debug_info", SPLIT, NOT_SPLIT),
-    Name(_debug_info, "with_unknown_names", SPLIT, NOT_SPLIT, ()),
+    Owner("jax:api_util").method("shaped_abstractify(x)", SPLIT, NOT_SPLIT),
+    Owner(_jaxpr).name("replace", SPLIT, NOT_SPLIT),
+    Owner(_jaxpr).name("debug_info", SPLIT, NOT_SPLIT),
+    Owner(_debug_info).method("with_unknown_names()", SPLIT, NOT_SPLIT),
     *(
-        Name("jax.extend.core", name, SPLIT, NOT_SPLIT)
+        Owner("jax.extend.core").name(name, SPLIT, NOT_SPLIT)
         for name in ("ClosedJaxpr", "Literal", "Primitive", "jaxpr_as_fun")
     ),
     *(
-        Name("jax.extend.core:Primitive", name, SPLIT, NOT_SPLIT)
+        Owner("jax.extend.core:Primitive").name(name, SPLIT, NOT_SPLIT)
         for name in ("bind", "def_effectful_abstract_eval", "def_impl")
     ),
-    Name("jax.interpreters.ad", "primitive_jvps", REFUSED, NOT_SPLIT),
-    Name("jax.interpreters.batching", "primitive_batchers", REFUSED, NOT_SPLIT),
+    Owner("jax.interpreters.ad").name("primitive_jvps", REFUSED, NOT_SPLIT),
+    Owner("jax.interpreters.batching").name("primitive_batchers", REFUSED, NOT_SPLIT),
     *(
-        Name("jax.interpreters.mlir", name, "to call the host from a step in one piece", NOT_SPLIT)
+        Owner("jax.interpreters.mlir").name(
+            name, "to call the host from a step in one piece", NOT_SPLIT
+        )
         for name in ("lower_fun", "register_lowering")
     ),
 )

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Owner
 
 
 def version() -> str:
@@ -71,31 +71,24 @@ def _run(program: Callable[[], Any]) -> None:
 
 
 CONTRACT = (
-    Name(
-        "runpy",
-        "_run_module_as_main",
+    Owner("runpy").method(
+        "_run_module_as_main(mod_name)",
         "to run `-m module` in a process that has stood by",
         "a restart would run the module under another name than `__main__`",
-        ("mod_name",),
     ),
-    Name(
-        lambda: type(threading.RLock()),
-        "_is_owned",
+    Owner(lambda: type(threading.RLock())).method(
+        "_is_owned()",
         "to start a collective that is part of another one",
         "a collective inside another one would wait for itself",
-        (),
     ),
-    Name(
-        "threading",
+    Owner("threading").name(
         "_DummyThread",
         "to exclude threads of frameworks when the script's threads are counted",
         "the queue of collectives would wait for threads of a framework",
     ),
-    Name(
-        "multiprocessing.spawn",
+    Owner("multiprocessing.spawn").attribute(
         "_inheriting",
         "to recognise a child of multiprocessing while it imports the script",
         "the child would join the job as a rank",
-        instance=True,
     ),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist._compat.contract import Name, require
+from keras_dist._compat.contract import Owner, require
 
 
 def version() -> str:
@@ -29,12 +29,10 @@ def _eager_class() -> Any:
     return type(tf.constant(0))
 
 
-RECORD = Name(
-    "tensorflow.python.eager.record",
-    "could_possibly_record",
+RECORD = Owner("tensorflow.python.eager.record").method(
+    "could_possibly_record()",
     "to give a collective a gradient only when a tape records it",
     "collectives would have no gradient, or be slower",
-    (),
     on_use=True,
 )
 

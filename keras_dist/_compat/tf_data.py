@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Owner
 from keras_dist._compat.tensorflow import version
 
 __all__ = [
@@ -111,25 +111,23 @@ def _ops(module: str) -> Any:
     return importlib.import_module(f"{OPS}.{module}")
 
 
-DATASET = "tensorflow:data.Dataset"
+DATASET = Owner("tensorflow:data.Dataset")
 ORDER = "to check that a pipeline has the same order on every rank"
 NO_ORDER = "ranks might repeat the samples of other ranks and omit some"
 
 CONTRACT = (
-    Name(DATASET, "_inputs", ORDER, NO_ORDER, ()),
-    Name(DATASET, "_functions", ORDER, NO_ORDER, ()),
-    Name(DATASET, "_as_serialized_graph", ORDER, NO_ORDER),
-    Name(
-        f"{OPS}.cache_op:CacheDataset",
+    DATASET.method("_inputs()", ORDER, NO_ORDER),
+    DATASET.method("_functions()", ORDER, NO_ORDER),
+    DATASET.name("_as_serialized_graph", ORDER, NO_ORDER),
+    Owner(f"{OPS}.cache_op:CacheDataset").attribute(
         "_filename",
         "to give each rank a cache file of its own",
         "ranks of a host would write the same file",
-        instance=True,
     ),
-    Name(f"{OPS}.interleave_op", "_ParallelInterleaveDataset", ORDER, NO_ORDER),
-    Name(f"{OPS}.prefetch_op", "_PrefetchDataset", ORDER, NO_ORDER),
+    Owner(f"{OPS}.interleave_op").name("_ParallelInterleaveDataset", ORDER, NO_ORDER),
+    Owner(f"{OPS}.prefetch_op").name("_PrefetchDataset", ORDER, NO_ORDER),
     *(
-        Name(f"{OPS}.{owner}", name, ORDER, NO_ORDER, instance=True)
+        Owner(f"{OPS}.{owner}").attribute(name, ORDER, NO_ORDER)
         for owner, names in {
             "dataset_ops:UnaryDataset": ("_input_dataset",),
             "shuffle_op:_ShuffleDataset": (

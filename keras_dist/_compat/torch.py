@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from keras_dist._compat.contract import Name, require
+from keras_dist._compat.contract import Owner, require
 
 # The options of a loader except its data set, sampler and batches.
 OPTIONS = (
@@ -69,19 +69,17 @@ def generators_of(loader: DataLoader) -> list[torch.Generator]:
     return list({id(generator): generator for generator in known}.values())
 
 
-LOADER = "torch.utils.data:DataLoader"
-SAMPLER = "torch.utils.data:RandomSampler"
+LOADER = Owner("torch.utils.data:DataLoader")
+SAMPLER = Owner("torch.utils.data:RandomSampler")
 
-WEAK_KEYS = Name(
-    "torch.utils.weak",
+WEAK_KEYS = Owner("torch.utils.weak").name(
     "WeakTensorKeyDictionary",
     "to record which parameters have hooks",
     "gradients could not be reduced",
     on_use=True,
 )
 
-COPY_ALL = Name(
-    "torch._C:_VariableFunctions",
+COPY_ALL = Owner("torch._C:_VariableFunctions").name(
     "_foreach_copy_",
     "to join gradients in GPU memory by few kernels",
     "gradients could not be reduced",
@@ -91,63 +89,48 @@ COPY_ALL = Name(
 CONTRACT = (
     COPY_ALL,
     WEAK_KEYS,
-    Name(
-        "torch:Tensor",
+    Owner("torch:Tensor").name(
         "_version",
         "to detect writes to a gradient during its reduction",
         "the gradient before the write would be applied",
     ),
-    Name(
-        "torch:Tensor",
-        "register_post_accumulate_grad_hook",
+    Owner("torch:Tensor").method(
+        "register_post_accumulate_grad_hook(hook)",
         "to reduce gradients during backpropagation",
         "torch's DistributedOptimizer would not reduce gradients",
-        ("hook",),
     ),
-    Name(
-        "torch:optim.Optimizer",
-        "register_step_pre_hook",
+    Owner("torch:optim.Optimizer").method(
+        "register_step_pre_hook(hook)",
         "to reduce gradients before a step",
         "each rank would train by its own gradients",
-        ("hook",),
     ),
-    Name(
-        "torch:nn.BatchNorm1d",
-        "_check_input_dim",
+    Owner("torch:nn.BatchNorm1d").method(
+        "_check_input_dim(input)",
         "to accept inputs of any number of dimensions",
         "SyncBatchNorm would refuse its inputs",
-        ("input",),
     ),
     *(
-        Name(
-            LOADER,
-            name,
-            "to keep the options of a loader that is sharded",
-            "the option would be lost",
-            instance=True,
+        LOADER.attribute(
+            name, "to keep the options of a loader that is sharded", "the option would be lost"
         )
         for name in OPTIONS
     ),
     *(
-        Name(
-            owner,
+        owner.attribute(
             name,
             "to back up the random generators of a loader",
             "a resumed fit would train in a different order",
-            instance=True,
         )
         for owner, name in (
             (LOADER, "batch_sampler"),
             (LOADER, "sampler"),
-            ("torch.utils.data:BatchSampler", "sampler"),
+            (Owner("torch.utils.data:BatchSampler"), "sampler"),
             (SAMPLER, "generator"),
         )
     ),
-    Name(
-        SAMPLER,
+    SAMPLER.attribute(
         "replacement",
         "to refuse samplers that may repeat a sample",
         "the sampler would be replaced by one without repetition",
-        instance=True,
     ),
 )

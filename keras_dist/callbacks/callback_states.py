@@ -17,8 +17,7 @@ import keras
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import STATE_ATTRIBUTES
 from keras_dist.callbacks.root import unwrapped
-from keras_dist.resume.nested_values import pack
-from keras_dist.resume.state import own
+from keras_dist.resume.state import own, pack
 
 KNOWN = ("keras.", "keras_dist.")
 ATTRIBUTES, USERS, FILE = "attributes", "state_dict", "file"

@@ -16,8 +16,7 @@ from keras_dist._compat.keras.callbacks import ModelCheckpoint as KerasCheckpoin
 from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.resume.stores import NEEDS_ROOM
 from keras_dist.storage.atomic_write import beside, move
-from keras_dist.storage.retry_policy import RetryPolicy
-from keras_dist.storage.root_action import on_root
+from keras_dist.storage.root_action import RetryPolicy, on_root
 from keras_dist.training.model_state import state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import gathered, whole_nbytes

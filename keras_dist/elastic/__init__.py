@@ -27,8 +27,8 @@ from keras_dist.elastic.models import (
     TensorFlowState,
     TorchState,
 )
-from keras_dist.elastic.running import HorovodInternalError, HostsUpdatedInterrupt, run
-from keras_dist.elastic.state import ObjectState, State
+from keras_dist.elastic.running import HorovodInternalError, HostsUpdatedInterrupt, State, run
+from keras_dist.elastic.state import ObjectState
 
 if TYPE_CHECKING:
     from keras_dist.elastic.callbacks import (

@@ -1,11 +1,13 @@
-"""`run`: a training function that goes on after the ranks have changed."""
+"""`run`: a training function that goes on after the ranks have changed, and the state it takes."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_dist import _engine, errors, runtime
+from keras_dist.runtime import exit_hooks
 from keras_dist.runtime.signals import Signals
 
 HorovodInternalError = errors.RankLostError
@@ -27,6 +29,117 @@ class HostsUpdatedInterrupt(errors.KerasDistError, RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+
+class State:
+    """Base class of states: `ObjectState`, `KerasState`, `TorchState`.
+
+    A custom class defines `save`, `restore` and `sync`, and `reset` if needed.
+
+    Args:
+        bcast_object: accepted for scripts of Horovod; ignored.
+        get_rank: accepted for scripts of Horovod; ignored.
+    """
+
+    #: The signals that this rank has received, while `run` calls a function; else `None`.
+    _signals: list[str] | None = None
+    #: Whether `sync` has found a commit of an earlier start of the job.
+    _is_found = False
+
+    def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._losses = runtime.communicator().faults.losses
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Adds functions without arguments to call when the ranks have changed."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Calls `reset`, then the reset callbacks, in their order."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Saves the state, and checks whether the ranks or the hosts have changed.
+
+        A full disk does not end the training, nor does any failure to write after the first
+        successful commit: rank 0 logs a warning, and the existing files stay.
+
+        Collective: every rank; blocks in a function of `run`, or if there is a directory.
+
+        Raises:
+            HostsUpdatedInterrupt: ranks have died since the last commit; raised on every rank.
+            SystemExit: as for `check_host_updates`.
+            CheckpointError: no commit could be written to the directory; raised on every rank.
+        """
+        self.save()
+        self._follow(self._changes())
+
+    def check_host_updates(self) -> None:
+        """Checks whether ranks have died since the last check, or the hosts have changed.
+
+        Collective: every rank; blocks in a function of `run`.
+
+        Raises:
+            HostsUpdatedInterrupt: ranks have died; raised on every rank.
+            SystemExit: a rank was asked to stop, for example because the hosts have changed; the
+                state is saved, and the exit code is 75. Raised on every rank.
+        """
+        changes = self._changes()
+        if any(signals for _, signals in changes):
+            self.save()
+        self._follow(changes)
+
+    def _changes(self) -> list[tuple[int, list[str]]]:
+        """Returns, for each rank, how many have died since the last check, and its signals."""
+        comm = runtime.communicator()
+        if comm.faults.retry is None and self._signals is None:
+            return []
+        # Ranks may notice a death at different times; the gathered values are the same on all.
+        mine = comm.faults.losses - self._losses, self._signals or []
+        found = _engine.collectives.allgather_object(
+            comm, mine, operation="the check whether ranks have died"
+        )
+        self._losses = comm.faults.losses
+        return found
+
+    def _follow(self, changes: list[tuple[int, list[str]]]) -> None:
+        if asked := [signal for _, signals in changes for signal in signals]:
+            code = exit_hooks.PREEMPTED_EXIT_CODE
+            runtime.notify(
+                f"keras_dist: {', '.join(dict.fromkeys(asked))}: all {runtime.size()} ranks stop "
+                f"after a commit. {self._how_to_go_on()} Exit code {code}."
+            )
+            sys.exit(code)
+        if any(losses for losses, _ in changes):
+            text = f"{runtime.where()} Ranks have died; {runtime.size()} continue."
+            raise HostsUpdatedInterrupt(text=text)
+
+    def _how_to_go_on(self) -> str:
+        return "Start the job again to go on from it."
+
+    def _outlives_ranks(self) -> bool:
+        """Returns whether a job that is started again finds the last commit."""
+        return False
+
+    def _forget(self) -> None:
+        """Drops what is kept for a further start of the job: the function of `run` has ended."""
+
+    def reset(self) -> None:
+        """Does nothing. A custom class may adapt to the current ranks here."""
+
+    def save(self) -> None:
+        """Saves the state."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Restores the last saved state."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Broadcasts the state of rank 0. Collective: every rank; blocks."""
+        raise NotImplementedError
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +178,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
         if runtime.can_survive_rank_loss():
             runtime.survive_rank_loss()
         state.sync()
-        if state._is_from_earlier_start():
+        if state._is_found:
             state.on_reset()
             state.sync()
         with _listening(state):

@@ -10,22 +10,18 @@ import itertools
 import json
 import logging
 import pathlib
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from keras_dist import _engine, config, errors, runtime
-from keras_dist.elastic.running import HostsUpdatedInterrupt
-from keras_dist.elastic.values import as_json
+from keras_dist.elastic.running import State
 from keras_dist.resume import format
 from keras_dist.resume.memory import MemoryCopies
 from keras_dist.resume.read import bytes_by_name, newest
 from keras_dist.resume.tensor_file import Tensor
-from keras_dist.runtime import exit_hooks
-from keras_dist.storage.retry_policy import RetryPolicy
-from keras_dist.storage.root_action import on_root
+from keras_dist.storage.root_action import RetryPolicy, on_root
 
 WRITE = "to write a state into"
 ROOM = "Make room on its disk, or name another directory."
@@ -34,119 +30,6 @@ Value = TypeVar("Value")
 
 _log = logging.getLogger("keras_dist")
 _numbers = itertools.count()  # of states, the same on every rank and at every start of the job
-
-
-class State:
-    """Base class of states: `ObjectState`, `KerasState`, `TorchState`.
-
-    A custom class defines `save`, `restore` and `sync`, and `reset` if needed.
-
-    Args:
-        bcast_object: accepted for scripts of Horovod; ignored.
-        get_rank: accepted for scripts of Horovod; ignored.
-    """
-
-    #: The signals that this rank has received, while `run` calls a function; else `None`.
-    _signals: list[str] | None = None
-
-    def __init__(self, bcast_object: Any = None, get_rank: Any = None) -> None:
-        self._reset_callbacks: list[Callable[[], Any]] = []
-        self._losses = runtime.communicator().faults.losses
-
-    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Adds functions without arguments to call when the ranks have changed."""
-        self._reset_callbacks.extend(callbacks)
-
-    def on_reset(self) -> None:
-        """Calls `reset`, then the reset callbacks, in their order."""
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
-
-    def commit(self) -> None:
-        """Saves the state, and checks whether the ranks or the hosts have changed.
-
-        A full disk does not end the training, nor does any failure to write after the first
-        successful commit: rank 0 logs a warning, and the existing files stay.
-
-        Collective: every rank; blocks in a function of `run`, or if there is a directory.
-
-        Raises:
-            HostsUpdatedInterrupt: ranks have died since the last commit; raised on every rank.
-            SystemExit: as for `check_host_updates`.
-            CheckpointError: no commit could be written to the directory; raised on every rank.
-        """
-        self.save()
-        self._follow(self._changes())
-
-    def check_host_updates(self) -> None:
-        """Checks whether ranks have died since the last check, or the hosts have changed.
-
-        Collective: every rank; blocks in a function of `run`.
-
-        Raises:
-            HostsUpdatedInterrupt: ranks have died; raised on every rank.
-            SystemExit: a rank was asked to stop, for example because the hosts have changed; the
-                state is saved, and the exit code is 75. Raised on every rank.
-        """
-        changes = self._changes()
-        if any(signals for _, signals in changes):
-            self.save()
-        self._follow(changes)
-
-    def _changes(self) -> list[tuple[int, list[str]]]:
-        """Returns, for each rank, how many have died since the last check, and its signals."""
-        comm = runtime.communicator()
-        if comm.faults.retry is None and self._signals is None:
-            return []
-        # Ranks may notice a death at different times; the gathered values are the same on all.
-        mine = comm.faults.losses - self._losses, self._signals or []
-        found = _engine.collectives.allgather_object(
-            comm, mine, operation="the check whether ranks have died"
-        )
-        self._losses = comm.faults.losses
-        return found
-
-    def _follow(self, changes: list[tuple[int, list[str]]]) -> None:
-        if asked := [signal for _, signals in changes for signal in signals]:
-            code = exit_hooks.PREEMPTED_EXIT_CODE
-            runtime.notify(
-                f"keras_dist: {', '.join(dict.fromkeys(asked))}: all {runtime.size()} ranks stop "
-                f"after a commit. {self._how_to_go_on()} Exit code {code}."
-            )
-            sys.exit(code)
-        if any(losses for losses, _ in changes):
-            text = f"{runtime.where()} Ranks have died; {runtime.size()} continue."
-            raise HostsUpdatedInterrupt(text=text)
-
-    def _how_to_go_on(self) -> str:
-        return "Start the job again to go on from it."
-
-    def _outlives_ranks(self) -> bool:
-        """Returns whether a job that is started again finds the last commit."""
-        return False
-
-    def _is_from_earlier_start(self) -> bool:
-        """Returns whether `sync` has found a commit of an earlier start of the job."""
-        return False
-
-    def _forget(self) -> None:
-        """Drops what is kept for a further start of the job: the function of `run` has ended."""
-
-    def reset(self) -> None:
-        """Does nothing. A custom class may adapt to the current ranks here."""
-
-    def save(self) -> None:
-        """Saves the state."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Restores the last saved state."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Broadcasts the state of rank 0. Collective: every rank; blocks."""
-        raise NotImplementedError
 
 
 class ObjectState(State):
@@ -250,9 +133,6 @@ class ObjectState(State):
     def _outlives_ranks(self) -> bool:
         return self._directory is not None or self._is_in_memory
 
-    def _is_from_earlier_start(self) -> bool:
-        return self._is_found
-
     def _forget(self) -> None:
         if self._copies is not None:
             self._copies.remove()
@@ -330,7 +210,7 @@ class ObjectState(State):
         return copies.next_number()
 
     _copies: MemoryCopies | None = None  # from the first `sync` on
-    _is_in_memory = _is_found = False
+    _is_in_memory = False
     _previous: int | None = None  # on rank 0: number of the last intact generation
 
     def _find(self) -> None:
@@ -366,3 +246,34 @@ class ObjectState(State):
         [part] = contents.generation.parts
         self._put((dict(contents.about), bytes_by_name(part)), of_file=True)
         return True
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    """Returns named values as a JSON document."""
+    pairs = [f'"{name}": {_json_of(name, value)}' for name, value in values.items()]
+    return f"{{{', '.join(pairs)}}}"
+
+
+def _json_of(name: str, value: Any) -> str:
+    try:
+        return json.dumps(_plain(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        expected = f"{name} to be a JSON value, in a state with a directory"
+        remedy = "Keep only numbers, strings, lists and dicts with string keys in it."
+        raise errors.ArgumentTypeError(runtime.where(), expected, str(error), remedy) from None
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON restores it; refuses values that JSON would change."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):  # JSON would convert it to a string
+                raise TypeError(f"a dictionary with the key {key!r}")
+        return {key: _plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise TypeError(f"a {type(value).__name__}")

@@ -40,48 +40,13 @@ from keras_dist.jax.reduce_ops import (
     reducescatter,
 )
 from keras_dist.monitor.timeline.recording import start_timeline, stop_timeline
-from keras_dist.ops import allgather_object, barrier, broadcast_object, join
-from keras_dist.ops.compression import Compression, Compressor
-from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum
-from keras_dist.runtime import (
-    add_process_set,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
-from keras_dist.runtime.build_info import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.ops import allgather_object, barrier, broadcast_object, common, join
+from keras_dist.ops.common import *  # noqa: F403
+from keras_dist.ops.reduce_op import Compression, Compressor
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "Compressor",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -91,38 +56,17 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "pmean",
     "psum",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "start_timeline",
     "stop_timeline",
 ]
+__all__ += common.__all__
 
 # `init` pins its device and sizes its thread pool.
 _backends.use("jax")

@@ -7,36 +7,31 @@ import jax
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._backends.jax import finish_calls
+from keras_dist._backends.jax import backend
 from keras_dist._backends.jax_callback import call_host
 from keras_dist._compat.jax import put_like, release_dropped
 
-_engine.set_completion(finish_calls)  # as `init` does, which may have been called before
+_engine.set_completion(backend.finish_calls)  # as `init` does, which may have been called before
 
 
-def differentiable(
-    run: Callable[[Any], Any],
-    forward: Callable[[Any], tuple[Any, Any]],
-    backward: Callable[[Any, Any], tuple[Any]],
-    given: Any,
-) -> Any:
-    """Runs a function of arrays that has a gradient. See `jax.custom_vjp`."""
+def differentiable(run: Callable[[Any], Any], back: Callable[[Any], Any], given: Any) -> Any:
+    """Runs a function of arrays whose gradient is another one, of the gradients of its results."""
     if not _is_traced(jax.tree.leaves(given)):
         return run(given)  # no gradient is needed, and `custom_vjp` takes time
     function = jax.custom_vjp(run)
-    function.defvjp(forward, backward)
+    function.defvjp(lambda given: (run(given), None), lambda _, gradients: (back(gradients),))
     return function(given)
 
 
 def of_floats(
-    backward: Callable[..., Sequence[Any]], gradients: Sequence[Any], *others: Sequence[Any]
+    back: Callable[..., Sequence[Any]], gradients: Sequence[Any], *others: Sequence[Any]
 ) -> list[Any]:
     """Returns the gradients of arrays; `None` for integers."""
     results: list[Any] = [None] * len(gradients)
     floats = [i for i, each in enumerate(gradients) if each.dtype != jax.dtypes.float0]
     if floats:
         given = ([values[i] for i in floats] for values in (gradients, *others))
-        for i, found in zip(floats, backward(*given), strict=True):
+        for i, found in zip(floats, back(*given), strict=True):
             results[i] = found
     return results
 

@@ -12,13 +12,12 @@ from keras_dist.jax.differentiable_host_callback import (
     host_callback,
     of_floats,
 )
-from keras_dist.ops.descriptions import described_by
+from keras_dist.ops.face import face, own_rows
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
 
-@raises_on_all
-@described_by(ops.allgather)
+@face(ops.allgather)
 def allgather(
     array: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -29,8 +28,7 @@ def allgather(
     return grouped_allgather([array], name, process_set)[0]
 
 
-@raises_on_all
-@described_by(ops.grouped_allgather)
+@face(ops.grouped_allgather)
 def grouped_allgather(
     arrays: Sequence[Any],
     name: str | None = None,
@@ -46,47 +44,27 @@ def grouped_allgather(
             lengths on all ranks.
     """
     comm = runtime.communicator(process_set)
+    given = list(map(jax.numpy.asarray, arrays))
+    own = [array.shape[0] if array.ndim else 0 for array in given]
 
     def gather(given: list[Any]) -> list[Any]:
         return ops.grouped_allgather(given, name, process_set)
 
     def run(given: list[Any]) -> list[Any]:
-        equal = [comm.size * array.shape[0] if array.ndim else 0 for array in given]
+        equal = [comm.size * length for length in own]
         pairs = zip(given, equal if lengths is None else lengths, strict=True)
         shapes = [(length, *array.shape[1:]) if array.ndim else () for array, length in pairs]
         return host_callback(gather, given, shapes)
 
-    def back(own_lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
-        def own_rows(gradients: list[Any], lengths: list[int]) -> list[Any]:
-            return _own_rows(gradients, lengths, name, process_set)
+    def average(gradients: list[Any], own: list[int]) -> list[Any]:
+        pairs = zip(own, gradients, strict=True)
+        shapes = [(length, *gradient.shape[1:]) for length, gradient in pairs]
+        return host_callback(lambda g: own_rows(g, own, name, process_set), gradients, shapes)
 
-        return (of_floats(own_rows, gradients, own_lengths),)
-
-    def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
-        return run(given), [array.shape[0] for array in given]
-
-    return differentiable(run, forward, back, list(map(jax.numpy.asarray, arrays)))
+    return differentiable(run, lambda gradients: of_floats(average, gradients, own), given)
 
 
-def _own_rows(
-    gradients: list[Any], lengths: list[int], name: str | None, process_set: ProcessSet
-) -> list[Any]:
-    """Returns this rank's rows of the gradients of gathered arrays, averaged over ranks."""
-    pairs = zip(lengths, gradients, strict=True)
-    shapes = [(length, *gradient.shape[1:]) for length, gradient in pairs]
-
-    def rows(given: list[np.ndarray]) -> list[np.ndarray]:
-        averaged = ops.grouped_allreduce(given, name=name, process_set=process_set)
-        before = runtime.communicator(process_set).rank
-        starts = ops.allgather([lengths], name, process_set)[:before].sum(0)
-        triples = zip(averaged, starts, lengths, strict=True)
-        return [array[start : start + length] for array, start, length in triples]
-
-    return host_callback(rows, gradients, shapes)
-
-
-@raises_on_all
-@described_by(ops.alltoall)
+@face(ops.alltoall)
 def alltoall(
     array: Any,
     splits: Sequence[int] | None = None,
@@ -116,27 +94,27 @@ def alltoall(
 
         return host_callback(send, [given], [given.shape])[0], found[0] if found else None
 
-    def forward(given: Any) -> tuple[Any, Any]:
+    given = jax.numpy.asarray(array)
+    shape, received = given.shape, None
+
+    def run(given: Any) -> Any:
+        nonlocal received
         if splits is not None:
             _check_is_concrete(given)
         rows, received = exchange(given, splits)
-        return (rows if splits is None else (rows, received)), (received, given.shape[:1])
+        return rows if splits is None else (rows, received)
 
-    def backward(residuals: Any, gradient: Any) -> tuple[Any]:
-        received, length = residuals
+    def back(gradient: Any) -> Any:
         if received is None:  # inside `jax.jit`, where equal numbers were sent
-            return (exchange(gradient, None)[0],)
-        rows, _ = exchange(gradient if splits is None else gradient[0], np.asarray(received))
-        unsent = jax.numpy.zeros((int(length[0]) - len(rows), *rows.shape[1:]), rows.dtype)
-        return (jax.numpy.concatenate([rows, unsent]),)
+            return exchange(gradient, None)[0]
+        rows, _ = exchange(gradient if splits is None else gradient[0], received)
+        unsent = jax.numpy.zeros((shape[0] - len(rows), *rows.shape[1:]), rows.dtype)
+        return jax.numpy.concatenate([rows, unsent])
 
-    return differentiable(
-        lambda given: forward(given)[0], forward, backward, jax.numpy.asarray(array)
-    )
+    return differentiable(run, back, given)
 
 
-@raises_on_all
-@described_by(ops.broadcast)
+@face(ops.broadcast)
 def broadcast(
     array: Any,
     root_rank: int = 0,
@@ -151,14 +129,14 @@ def broadcast(
 
         return host_callback(send, [given], [given.shape])[0]
 
-    def back(_: None, gradient: Any) -> tuple[Any]:
+    def back(gradient: Any) -> Any:
         def average(arrays: list[Any]) -> list[Any]:
             return [ops.allreduce(arrays[0], name=name, process_set=process_set)]
 
         averaged = host_callback(average, [gradient], [gradient.shape])[0]
-        return (averaged if runtime.rank() == root_rank else jax.numpy.zeros_like(averaged),)
+        return averaged if runtime.rank() == root_rank else jax.numpy.zeros_like(averaged)
 
-    return differentiable(run, lambda given: (run(given), None), back, jax.numpy.asarray(array))
+    return differentiable(run, back, jax.numpy.asarray(array))
 
 
 @raises_on_all

@@ -1,5 +1,6 @@
 """Differentiable reductions of arrays and pytrees, inside and outside `jax.jit`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +17,12 @@ from keras_dist.jax.differentiable_host_callback import (
     of_floats,
 )
 from keras_dist.jax.exchange_ops import grouped_allgather
-from keras_dist.ops.compression import Compression
-from keras_dist.ops.descriptions import described_by
-from keras_dist.ops.reduce_op import Average, ReduceOp, Sum
-from keras_dist.ops.reduction_arguments import Reduction
-from keras_dist.ops.shared_errors import raises_on_all
+from keras_dist.ops.face import Reduction, face
+from keras_dist.ops.reduce_op import Average, Compression, ReduceOp, Sum
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
 
-@raises_on_all
-@described_by(ops.allreduce)
+@face(ops.allreduce)
 def allreduce(
     array: Any,
     op: ReduceOp | str = Average,
@@ -55,8 +52,7 @@ def allreduce(
     )[0]
 
 
-@raises_on_all
-@described_by(ops.grouped_allreduce)
+@face(ops.grouped_allreduce)
 def grouped_allreduce(
     arrays: Sequence[Any],
     op: ReduceOp | str = Average,
@@ -78,14 +74,10 @@ def grouped_allreduce(
     if not reduction.is_differentiable:
         return run(given)
 
-    def backward(_: None, gradients: list[Any]) -> tuple[list[Any]]:
-        return (of_floats(run, gradients),)
-
-    return differentiable(run, lambda given: (run(given), None), backward, given)
+    return differentiable(run, functools.partial(of_floats, run), given)
 
 
-@raises_on_all
-@described_by(ops.reducescatter)
+@face(ops.reducescatter)
 def reducescatter(
     array: Any,
     op: ReduceOp | str = Average,
@@ -100,8 +92,7 @@ def reducescatter(
     ]
 
 
-@raises_on_all
-@described_by(ops.grouped_reducescatter)
+@face(ops.grouped_reducescatter)
 def grouped_reducescatter(
     arrays: Sequence[Any],
     op: ReduceOp | str = Average,
@@ -114,24 +105,19 @@ def grouped_reducescatter(
     comm = runtime.communicator(process_set)
     reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
 
-    def rows_of(array: Any) -> tuple[int, ...]:
-        rows = array.shape[0] if array.ndim else 0
-        return (rows // comm.size + (comm.rank < rows % comm.size), *array.shape[1:])
+    given = list(map(jax.numpy.asarray, arrays))
+    lengths = [array.shape[0] if array.ndim else 0 for array in given]
 
     def run(given: list[Any]) -> list[Any]:
-        return host_callback(reduction.reducescatter, given, [rows_of(array) for array in given])
+        own = [rows // comm.size + (comm.rank < rows % comm.size) for rows in lengths]
+        shapes = [(rows, *array.shape[1:]) for rows, array in zip(own, given, strict=True)]
+        return host_callback(reduction.reducescatter, given, shapes)
 
-    def back(lengths: list[int], gradients: list[Any]) -> tuple[list[Any]]:
-        def gather(gradients: list[Any], lengths: list[int]) -> list[Any]:
-            gathered = grouped_allgather(gradients, name, process_set, lengths)
-            return [reduction.scatter_gradient_factor * gradient for gradient in gathered]
+    def gather(gradients: list[Any], lengths: list[int]) -> list[Any]:
+        gathered = grouped_allgather(gradients, name, process_set, lengths)
+        return [reduction.scatter_gradient_factor * gradient for gradient in gathered]
 
-        return (of_floats(gather, gradients, lengths),)
-
-    def forward(given: list[Any]) -> tuple[list[Any], list[int]]:
-        return run(given), [len(array) for array in given]
-
-    return differentiable(run, forward, back, list(map(jax.numpy.asarray, arrays)))
+    return differentiable(run, lambda gradients: of_floats(gather, gradients, lengths), given)
 
 
 def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:

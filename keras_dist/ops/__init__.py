@@ -9,14 +9,15 @@ ranks of the set: only they take part and count, and results are in their order.
 
 from keras_dist.ops.exchanges import (
     allgather,
+    allgather_object,
     alltoall,
     barrier,
     broadcast,
     broadcast_,
+    broadcast_object,
     grouped_allgather,
+    join,
 )
-from keras_dist.ops.joining import join
-from keras_dist.ops.objects import allgather_object, broadcast_object
 from keras_dist.ops.reductions import (
     allreduce,
     grouped_allreduce,

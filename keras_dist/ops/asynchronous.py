@@ -33,6 +33,7 @@ from typing import Any, ParamSpec
 
 from keras_dist import _engine, errors, ops, runtime
 from keras_dist.ops.descriptions import queued_docstring
+from keras_dist.ops.shared_errors import publish
 
 Handle = _engine.Handle
 P = ParamSpec("P")
@@ -75,25 +76,29 @@ def synchronize(handle: Handle) -> Any:
     return _checked(handle).wait()
 
 
-def queued(operation: Callable[P, Any], name: str | None = None) -> Callable[P, Handle]:
-    """Returns the queued form of a collective."""
+def queued(
+    operation: Callable[P, Any], name: str | None = None, **fixed: Any
+) -> Callable[P, Handle]:
+    """Returns the queued form of a collective, which does not take the `fixed` arguments."""
     what, signature = operation.__name__, inspect.signature(operation)
+    kept = [each for key, each in signature.parameters.items() if key not in fixed]
+    signature = signature.replace(parameters=kept, return_annotation=Handle)
 
     @functools.wraps(operation)
     def queue(*args: P.args, **kwargs: P.kwargs) -> Handle:
         try:
             given = signature.bind(*args, **kwargs).arguments
             comm = runtime.communicator(given.get("process_set"))
-        except TypeError:  # the operation raises it and publishes it to the waiting ranks
-            return operation(*args, **kwargs)
-        return comm.order.queue(
-            functools.partial(operation, *args, **kwargs), what, given.get("name")
-        )
+        except TypeError as error:
+            publish(what, queue, error, args, kwargs)
+            raise
+        work = functools.partial(operation, **given, **fixed)
+        return comm.order.queue(work, what, given.get("name"))
 
     queue.__name__ = queue.__qualname__ = name or f"{what}_async"
     queue.__module__ = __name__
-    vars(queue)["__signature__"] = signature.replace(return_annotation=Handle)
-    queue.__doc__ = queued_docstring(operation.__name__)
+    vars(queue)["__signature__"] = signature
+    queue.__doc__ = queued_docstring(what)
     return queue
 
 

@@ -1,4 +1,4 @@
-"""Data movement: operations that pass values between ranks unchanged, and the barrier."""
+"""Operations that pass values between ranks unchanged, the barrier and `join`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _engine, runtime
-from keras_dist.ops.arguments import as_array, check_writeable, names_of
+from keras_dist.ops.arguments import as_array, check_writeable, names_of, native
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet
 
@@ -182,3 +182,99 @@ def barrier(process_set: ProcessSet | None = None) -> None:
         process_set: as in `allreduce`.
     """
     _engine.collectives.barrier(runtime.communicator(process_set))
+
+
+def join() -> int:
+    """Takes part in the reductions of the other ranks until all ranks have joined.
+
+    Collective: every rank; blocks.
+
+    A rank calls it when it has run out of data. Meanwhile `allreduce`, `grouped_allreduce` and
+    `sparse_allreduce` of the other ranks, and the gradients of a `DistributedOptimizer`, continue,
+    on process sets as well: a joined rank contributes nothing, and an average is that over the
+    ranks that have not joined. (In Horovod an average still divides by the number of all ranks.)
+    `Adasum` and all other collectives are an error on every rank.
+
+    A joined rank does not take the steps of the other ranks: broadcast weights and optimizer
+    state afterwards, from the rank that is returned. `fit` with `keras_dist.callbacks()` does this
+    automatically.
+
+    Returns:
+        The last rank to join, equal on all ranks; the highest of those that joined after the same
+        operation.
+
+    Raises:
+        MismatchError: other ranks call an operation that has no meaning without this rank; raised
+            on every rank. Process sets that exist cannot be used afterwards.
+
+    Example:
+    ```python
+    for batch in batches:  # more on some ranks than on others
+        train_step(batch)
+    last = keras_dist.join()
+    for variable in model.variables + optimizer.variables:
+        variable.assign(keras_dist.broadcast(variable, last))
+    ```
+    """
+    comm = runtime.communicator()
+    absence = _engine.collectives.join_all(runtime.communicators())[comm]
+    return comm.size - 1 if absence is None else absence.here[-1]
+
+
+@raises_on_all
+def broadcast_object(
+    value: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Any:
+    """Returns the Python object of the root rank on every rank. Objects are sent pickled.
+
+    Collective: every rank; `root_rank` and `name` must agree; blocks.
+
+    Args:
+        value: any object that can be pickled; ignored on ranks other than the root. Defaults to
+            `None`.
+        root_rank: rank of the job that sends its object, also in a process set. Defaults to 0.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
+
+    Returns:
+        The root's own object on the root, a copy on the other ranks. The byte order of an array is
+        that of this machine.
+
+    Raises:
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: `root_rank` is not a rank of the process set, or its object cannot be
+            pickled; raised on every rank.
+    """
+    if isinstance(value, np.ndarray):
+        value = native(value)  # as numpy reads it on the other ranks
+    return _engine.collectives.broadcast_object(
+        runtime.communicator(process_set), value, root_rank, name
+    )
+
+
+@raises_on_all
+def allgather_object(
+    value: Any,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> list[Any]:
+    """Returns the Python objects of all ranks, in rank order. Objects are sent pickled.
+
+    Collective: every rank; `name` must agree; blocks.
+
+    Args:
+        value: any object that can be pickled.
+        name: as in `allreduce`.
+        process_set: as in `allreduce`.
+
+    Returns:
+        List of one object a rank.
+
+    Raises:
+        MismatchError: the arguments of the ranks differ; raised on every rank.
+        ArgumentError: the object of a rank cannot be pickled; raised on every rank.
+    """
+    return _engine.collectives.allgather_object(runtime.communicator(process_set), value, name)

@@ -1,7 +1,9 @@
-"""The public names of reductions: `Average`, `Sum`, `Min`, `Max`, `Product`, `Adasum`."""
+"""Public names of reductions, and of wire formats of numbers between nodes (`Compression.fp16`)."""
 
 from keras_dist import _engine
 
+Compression = _engine.Compression
+Compressor = _engine.Compressor
 ReduceOp = _engine.ReduceOp
 
 Adasum = ReduceOp.ADASUM

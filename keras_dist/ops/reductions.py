@@ -74,7 +74,11 @@ def allreduce(
     ```
     """
     comm = runtime.communicator(process_set)
-    array = value if type(value) is np.ndarray else _read(comm, value, name)
+    if type(value) is np.ndarray:
+        array = value
+    else:
+        with _engine.collectives.raise_on_all(comm, "allreduce", name):
+            array = as_array(value)
     key: Any = None
     if name is None and average is None and isinstance(array, np.ndarray):
         key = (array.dtype, array.shape, op, prescale_factor, postscale_factor, compression)
@@ -173,11 +177,6 @@ def _reduce(
     if options.op is ReduceOp.ADASUM:
         return _engine.collectives.adasum(comm, arrays, names, options)
     return _engine.collectives.allreduce(comm, arrays, names, options, bucket_nbytes(comm), key)
-
-
-def _read(comm: _engine.Communicator, value: Any, name: str | None) -> np.ndarray:
-    with _engine.collectives.raise_on_all(comm, "allreduce", name):
-        return as_array(value)
 
 
 def _short_path(

@@ -74,7 +74,7 @@ class Contents:
 
 def bytes_by_name(part: pathlib.Path) -> dict[str, np.ndarray]:
     """Reads all arrays of a part."""
-    entries = format.read_header(part).items()
+    entries = tensor_file.read_header(part).items()
     return {name: _read(part, entry.offset, entry.nbytes) for name, entry in entries}
 
 
@@ -83,7 +83,7 @@ def contents_of(generation: Generation) -> Contents:
     pieces: dict[int, list[Place]] = {}
     others = {}
     for path in generation.parts:
-        for name, entry in format.read_header(path).items():
+        for name, entry in tensor_file.read_header(path).items():
             index, _, low = name.partition(":")
             if index.isdecimal():  # backups of earlier versions have whole variables
                 place = Place(int(low or 0), path, entry.offset, entry.nbytes)

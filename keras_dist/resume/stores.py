@@ -12,14 +12,12 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 from keras_dist.resume import format, state, variables
-from keras_dist.resume.format import REMEDY, number_of
+from keras_dist.resume.format import REMEDY, SHARED, Writer, number_of
 from keras_dist.resume.memory import MemoryCopies
-from keras_dist.resume.pieces import Piece, Stage, pieces_of_rank, whole_tensors
 from keras_dist.resume.read import Contents, newest, newest_of_all
 from keras_dist.resume.tensor_file import Tensor
-from keras_dist.resume.write import SHARED, Writer
-from keras_dist.storage.retry_policy import RetryPolicy
-from keras_dist.storage.root_action import on_all, on_root
+from keras_dist.resume.variables import Piece, Stage, pieces_of_rank, whole_tensors
+from keras_dist.storage.root_action import RetryPolicy, on_all, on_root
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
 from keras_dist.training.sharded_state import gathered
 
@@ -126,7 +124,10 @@ class Store:
         with contextlib.nullcontext() if self.by_all else gathered(model, self.root_rank):
             tensors = self._tensors(held, equal)
             if self._is_root():
-                tensors += _tensors_of_root(model, about, add_states)
+                arrays = variables.others_of(model, about)
+                add_states(about, arrays)
+                # Copies: callbacks may change their arrays during the write.
+                tensors += [Tensor(n, "uint8", each.copy().data) for n, each in arrays.items()]
             self._copies.write(number, tensors, about)
             place = (runtime.fit_rank(), runtime.fit_size()) if self.by_all else (0, 1)
             writer = None
@@ -220,12 +221,3 @@ class Store:
     def _ask_root(self, work: Any, what: str, remedy: str) -> Any:
         expected = f"{what} {self._directory}"
         return on_root(self.root_rank, what, work, errors.CheckpointError, expected, remedy)
-
-
-def _tensors_of_root(
-    model: keras.Model, about: dict[str, Any], add_states: AddStates
-) -> list[Tensor]:
-    """Returns what only the root has; callbacks may change their arrays during the write."""
-    arrays = variables.others_of(model, about)
-    add_states(about, arrays)
-    return [Tensor(name, "uint8", array.copy().data) for name, array in arrays.items()]

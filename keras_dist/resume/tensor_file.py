@@ -1,7 +1,8 @@
 """Files of named arrays in the layout of safetensors, written and read piece by piece.
 
 A file is the length of its header (8 bytes, little endian), the header (JSON with dtype, shape and
-position of each array), and the bytes of the arrays. Reading executes no code.
+position of each array), and the bytes of the arrays. Backups of earlier versions are archives of
+numpy, named by their digest; they are only read. Reading executes no code.
 """
 
 import dataclasses
@@ -9,8 +10,12 @@ import hashlib
 import json
 import os
 import pathlib
+import struct
+import zipfile
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 CHUNK_NBYTES = 1 << 23
 ALIGNMENT = 8  # of the first array
@@ -21,6 +26,12 @@ CODES = dict(
     "uint32=U32 int32=I32 float32=F32 uint64=U64 int64=I64 float64=F64 float8_e4m3fn=F8_E4M3 "
     "float8_e5m2=F8_E5M2".split()
 )
+
+
+# Of backups of earlier versions:
+ARCHIVE_SUFFIX = ".npz"
+ABOUT = "about"  # the name of the JSON document among the arrays
+HEADER = struct.Struct("<26x2H")  # of a member: the lengths of its name and of what follows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +81,8 @@ def write_blocks(path: pathlib.Path, blocks: Iterable[bytes | memoryview]) -> st
 
 def read_header(path: pathlib.Path) -> dict[str, Entry]:
     """Returns the arrays of a file by name."""
+    if path.suffix == ARCHIVE_SUFFIX:
+        return _read_archive_header(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -92,9 +105,34 @@ def read_into(path: pathlib.Path, offset: int, target: memoryview) -> None:
 
 
 def digest(path: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal digits."""
+    """Returns the SHA-256 of a file in hexadecimal digits, of an archive the digest in its name."""
     with path.open("rb") as file:
+        if path.suffix == ARCHIVE_SUFFIX:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_about(path: pathlib.Path) -> dict[str, Any]:
+    """Returns what a backup of an earlier version says of itself."""
+    with np.load(path, allow_pickle=False) as file:
+        found: dict[str, Any] = json.loads(str(file[ABOUT]))
+    return found
+
+
+def _read_archive_header(path: pathlib.Path) -> dict[str, Entry]:
+    found = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for info in archive.infolist():
+            file.seek(info.header_offset)
+            begin = info.header_offset + HEADER.size + sum(HEADER.unpack(file.read(HEADER.size)))
+            with archive.open(info) as member:
+                np.lib.format.read_magic(member)
+                np.lib.format.read_array_header_1_0(member)
+                skipped = member.tell()
+            name = info.filename.removesuffix(".npy")
+            found[name] = Entry(begin + skipped, info.file_size - skipped)
+    found.pop(ABOUT)
+    return found
 
 
 def _header(tensors: Sequence[Tensor], about: dict[str, str]) -> bytes:

@@ -287,7 +287,7 @@ def _warn_of_clocks(clocks: list[tuple[str, float]]) -> None:
 def versions(mpi: Any) -> dict[str, str]:
     """Returns the versions that must match, by name. Patch releases of Python may differ."""
     backends: list[Any] = _backends.in_use()
-    frameworks = [backend.__name__.rpartition(".")[2] for backend in backends]
+    frameworks = [backend.name for backend in backends]
     loaded = [(name, sys.modules.get(name)) for name in ("keras", *frameworks)]
     return {
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",

@@ -1,5 +1,7 @@
 """Work that only the root does, or each rank for itself; a failure is raised on all ranks."""
 
+import errno
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -64,3 +66,57 @@ def on_all(work: Callable[[], Value], operation: str) -> list[Value]:
     if failed:
         raise failed[0] from cause
     return everyone
+
+
+REMEDY = (
+    "Training continues, and earlier files are unchanged. Free space, or repair the file system: "
+    "the next write is tried as usual."
+)
+# Errors of a full disk, quota or limit, or of a failing device or server: the path is right, and
+# the error may pass.
+TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
+
+_log = logging.getLogger("keras_dist")
+
+
+class RetryPolicy:
+    """Decides which failed writes of a callback are errors.
+
+    A full or failing disk does not end the training, nor does any failure after a successful
+    write: the training is worth more than one checkpoint. Any other failure is raised, because
+    the path is probably wrong.
+    """
+
+    def __init__(self) -> None:
+        self._has_succeeded = False
+
+    def attempt(self, write: Callable[[], bool], expected: str) -> bool:
+        """Calls `write`; logs a failure that is not raised."""
+        try:
+            self._has_succeeded = write() or self._has_succeeded
+        except OSError as error:
+            self.judge(error, expected)
+            return False
+        return True
+
+    def judge(self, error: OSError, expected: str) -> None:
+        """Raises a failure, or logs it if training should continue; see `attempt`."""
+        reason = _reason(error)
+        is_transient = isinstance(reason, OSError) and reason.errno in TRANSIENT
+        if not self._has_succeeded and not is_transient:
+            raise error
+        self.log(error, expected)
+
+    def succeed(self) -> None:
+        """Notes a successful write, of this process or of the one whose place it may take."""
+        self._has_succeeded = True
+
+    def log(self, error: OSError, expected: str, remedy: str = REMEDY) -> None:
+        """Logs a failure that does not end the training."""
+        reason = _reason(error)
+        received = f"{type(reason).__name__}: {reason}"
+        _log.warning(errors.explain(runtime.where(), expected, received, remedy))
+
+
+def _reason(error: OSError) -> BaseException:
+    return (error.__cause__ if isinstance(error, errors.CheckpointError) else None) or error

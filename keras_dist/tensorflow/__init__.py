@@ -22,38 +22,12 @@ import sys
 
 from keras_dist import _backends
 from keras_dist import elastic as elastic
-from keras_dist._backends import tensorflow as _own
+from keras_dist._backends.tensorflow import backend as _own
 from keras_dist.errors import LaunchError
 from keras_dist.monitor.timeline.recording import start_timeline, stop_timeline
-from keras_dist.ops.reduce_op import Adasum, Average, Max, Min, Product, Sum
-from keras_dist.runtime import (
-    add_process_set,
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
-from keras_dist.runtime.build_info import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.tensorflow.compressors import Compression, Compressor
+from keras_dist.ops import common
+from keras_dist.ops.common import *  # noqa: F403
+from keras_dist.ops.face import Compressor
 from keras_dist.tensorflow.exchange_ops import (
     allgather,
     alltoall,
@@ -70,9 +44,6 @@ from keras_dist.tensorflow.object_ops import (
     broadcast_object,
     broadcast_object_fn,
     join,
-)
-from keras_dist.tensorflow.optimizer import DistributedOptimizer
-from keras_dist.tensorflow.ranks import (
     local_rank_op,
     local_size_op,
     process_set_included_op,
@@ -80,28 +51,25 @@ from keras_dist.tensorflow.ranks import (
     size_op,
 )
 from keras_dist.tensorflow.reduce_ops import (
+    Compression,
     allreduce,
     grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
 )
-from keras_dist.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from keras_dist.tensorflow.tape import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+)
 
 __all__ = [
-    "Adasum",
-    "Average",
     "Compression",
     "Compressor",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "Max",
-    "Min",
     "PartialDistributedGradientTape",
-    "ProcessSet",
-    "Product",
-    "Sum",
     "SyncBatchNormalization",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -113,41 +81,20 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
     "local_rank_op",
-    "local_size",
     "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "process_set_included_op",
-    "rank",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "size_op",
     "start_timeline",
     "stop_timeline",
 ]
+__all__ += common.__all__
 
 # For `import keras_dist.tensorflow.elastic`, as in scripts of Horovod.
 sys.modules[f"{__name__}.elastic"] = elastic
@@ -156,6 +103,6 @@ if _backends.active() is not _own:
     raise LaunchError(
         "[keras_dist.tensorflow]",
         "the Keras backend to be tensorflow",
-        _backends.active().__name__.rpartition(".")[2],  # type: ignore[attr-defined]
+        _backends.active().name,
         "Set KERAS_BACKEND=tensorflow before Keras is imported.",
     )

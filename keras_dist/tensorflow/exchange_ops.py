@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_dist import _engine, ops, runtime
 from keras_dist.ops.descriptions import described_by
+from keras_dist.ops.face import face, own_rows
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.ops.reduce_op import Average
 from keras_dist.ops.shared_errors import raises_on_all
@@ -31,8 +32,7 @@ def allgather(
 
 
 @operation
-@raises_on_all
-@described_by(ops.grouped_allgather)
+@face(ops.grouped_allgather)
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -45,15 +45,9 @@ def grouped_allgather(
     def gather(*arrays: Any) -> Any:
         return ops.grouped_allgather(arrays, name, process_set)
 
-    def own_rows(*arrays: Any) -> Any:
-        """Averages gradients and returns those of this rank's rows."""
-        *gradients, mine = arrays
-        comm = runtime.communicator(process_set)
-        counts = ops.allgather(mine[np.newaxis], process_set=process_set)
-        averaged = ops.grouped_allreduce(gradients, Average, process_set=process_set)
-        starts = counts[: comm.rank].sum(axis=0)
-        ends = zip(averaged, starts, starts + mine, strict=True)
-        return [np.ascontiguousarray(rows[start:end]) for rows, start, end in ends]
+    def back(*arrays: Any) -> Any:
+        *gradients, lengths = arrays
+        return own_rows(gradients, lengths, None, process_set)
 
     def forward(*tensors: Any) -> list[Any]:
         return collective(gather, tensors, [(None, *tensor.shape[1:]) for tensor in tensors])
@@ -61,14 +55,13 @@ def grouped_allgather(
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
         lengths = tf.stack([tf.shape(tensor, out_type=tf.int64)[0] for tensor in given])
         shapes, dtypes = [tensor.shape for tensor in given], [tensor.dtype for tensor in upstream]
-        return collective(own_rows, [*upstream, lengths], shapes, dtypes)
+        return collective(back, [*upstream, lengths], shapes, dtypes)
 
     return differentiable(forward, backward, given)
 
 
 @operation
-@raises_on_all
-@described_by(ops.broadcast)
+@face(ops.broadcast)
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -99,8 +92,7 @@ def broadcast(
 
 
 @operation
-@raises_on_all
-@described_by(ops.alltoall)
+@face(ops.alltoall)
 def alltoall(
     tensor: Any,
     splits: Any = None,

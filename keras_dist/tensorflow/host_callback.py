@@ -1,15 +1,57 @@
-"""Collectives as TensorFlow operations that run on the host, eagerly or in a graph."""
+"""Collectives as TensorFlow operations that run on the host, eagerly or in a graph.
 
+Their errors are both keras_dist's and TensorFlow's, which scripts of Horovod catch. When the graph
+of a `tf.function` runs, TensorFlow raises an error of its own with the same text: an
+`InvalidArgumentError` for arguments, an `UnknownError` for a mismatch.
+"""
+
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from keras_dist._backends.tensorflow import on_host
+from keras_dist import errors
+from keras_dist._backends.tensorflow_host import on_host
 from keras_dist._compat.tensorflow import eager_tensor, is_recorded
-from keras_dist.tensorflow.failures import raise_tensorflow_errors
+
+
+class FailedPreconditionError(tf.errors.FailedPreconditionError, errors.MismatchError):
+    """The ranks call different operations or pass different values."""
+
+
+class InvalidArgumentError(tf.errors.InvalidArgumentError, errors.ArgumentError):
+    """An argument has an invalid value."""
+
+
+class InvalidTypeError(tf.errors.InvalidArgumentError, errors.ArgumentTypeError):
+    """An argument has an invalid type."""
+
+
+BECOMES = {
+    errors.MismatchError: FailedPreconditionError,
+    errors.ArgumentError: InvalidArgumentError,
+    errors.ArgumentTypeError: InvalidTypeError,
+}
+
+
+@contextlib.contextmanager
+def raise_tensorflow_errors() -> Iterator[None]:
+    """Returns a context in which errors of keras_dist are also errors of TensorFlow."""
+    try:
+        yield
+    except errors.KerasDistError as error:
+        raise_tensorflow_error(error)
+
+
+def raise_tensorflow_error(error: errors.KerasDistError) -> NoReturn:
+    """Raises an error of keras_dist as one that is also an error of TensorFlow."""
+    if type(error) not in BECOMES:
+        raise error
+    raise BECOMES[type(error)](None, None, str(error)) from error
+
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 

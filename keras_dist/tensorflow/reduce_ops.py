@@ -11,13 +11,19 @@ from keras_dist import _engine, errors, ops, runtime
 from keras_dist.ops.arguments import resolve_op
 from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.descriptions import described_by
+from keras_dist.ops.face import (
+    Compressor,
+    NoCompression,
+    Reduction,
+    compressed,
+    decompressed,
+    face,
+    wire_of,
+)
 from keras_dist.ops.reduce_op import Average, ReduceOp
-from keras_dist.ops.reduction_arguments import Reduction
-from keras_dist.ops.shared_errors import raises_on_all
-from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
+from keras_dist.ops.reduce_op import Compression as Wires
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.exchange_ops import grouped_allgather
-from keras_dist.tensorflow.failures import raise_tensorflow_error
 from keras_dist.tensorflow.host_callback import (
     as_array,
     as_eager,
@@ -26,7 +32,44 @@ from keras_dist.tensorflow.host_callback import (
     differentiable,
     is_eager,
     operation,
+    raise_tensorflow_error,
 )
+
+
+class _Cast(Compressor):
+    """Casts floating-point tensors to a narrower dtype; integers stay as they are.
+
+    keras_dist uses `wire` instead: it rounds only between nodes, and sums in full precision.
+    """
+
+    narrow: tf.DType
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        given = tensor if tf.is_tensor(tensor) else tf.convert_to_tensor(tensor)
+        return (tf.cast(given, cls.narrow) if given.dtype.is_floating else given), given.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return tf.cast(tensor, ctx)
+
+
+class _Float16(_Cast):
+    wire = Wires.fp16
+    narrow = tf.float16
+
+
+class _BFloat16(_Cast):
+    wire = Wires.bf16
+    narrow = tf.bfloat16
+
+
+class Compression:
+    """The available compressions: `none`, `fp16` and `bf16`."""
+
+    none = NoCompression
+    fp16 = _Float16
+    bf16 = _BFloat16
 
 
 @described_by(ops.allreduce)
@@ -77,21 +120,13 @@ def allreduce(
         except errors.KerasDistError as error:
             raise_tensorflow_error(error)
         return as_eager(array)
-    return grouped_allreduce(
-        [tensor],
-        average,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        name=name,
-    )[0]
+    factors = prescale_factor, postscale_factor
+    options = "", "", compression, op, *factors, process_set, ignore_name_scope, name
+    return grouped_allreduce([tensor], average, *options)[0]
 
 
 @operation
-@raises_on_all
-@described_by(ops.grouped_allreduce)
+@face(ops.grouped_allreduce)
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -116,7 +151,12 @@ def grouped_allreduce(
     wire = wire_of(compression)
     op = resolve_op(op, average)
     reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set, wire)
-    sparse = [i for i, tensor in enumerate(tensors) if _is_slices(tensor)]
+    # The first check is fast, the second is slow.
+    sparse = [
+        index
+        for index, value in enumerate(tensors)
+        if not isinstance(value, tf.Tensor) and isinstance(value, tf.IndexedSlices)
+    ]
     dense = [i for i in range(len(tensors)) if i not in sparse]
     if sparse:
         _check_reduces_slices(reduction)
@@ -147,19 +187,12 @@ def reducescatter(
     Args:
         compression: accepted for scripts of Horovod; has no effect.
     """
-    return grouped_reducescatter(
-        [tensor],
-        op=op,
-        process_set=process_set,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        name=name,
-    )[0]
+    options = op, process_set, prescale_factor, postscale_factor, name
+    return grouped_reducescatter([tensor], "", compression, *options)[0]
 
 
 @operation
-@raises_on_all
-@described_by(ops.grouped_reducescatter)
+@face(ops.grouped_reducescatter)
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
@@ -206,11 +239,6 @@ def _reduce(tensors: Sequence[Any], reduction: Reduction) -> list[Any]:
         )
 
     return differentiable(forward, backward, tensors)
-
-
-def _is_slices(value: Any) -> bool:
-    # The first check is fast, the second is slow.
-    return not isinstance(value, tf.Tensor) and isinstance(value, tf.IndexedSlices)
 
 
 def _buffers(tensors: Sequence[Any], process_set: ProcessSet) -> list[list[int]]:

@@ -1,20 +1,26 @@
-"""Differentiable data movement of tensors: `allgather`, `alltoall`, `broadcast`."""
+"""Operations that give ranks other rows: `allgather`, `reducescatter`, `alltoall`, `broadcast`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from keras_dist import ops, runtime
-from keras_dist.ops.descriptions import described_by
-from keras_dist.ops.reduce_op import Average
+from keras_dist import _engine, ops, runtime
+from keras_dist._backends.torch_tensors import (
+    differentiable,
+    to_array,
+    to_numpy,
+    to_tensor,
+    to_torch,
+)
+from keras_dist.ops.face import Reduction, compressed, decompressed, face, rows_before
+from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.torch import sync_ops
+from keras_dist.torch.reduce_ops import Compression, reduce_tensor, reduce_tensors, write_back
 
 
-@raises_on_all
-@described_by(ops.allgather)
+@face(ops.allgather)
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -22,19 +28,77 @@ def allgather(
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-@raises_on_all
-@described_by(ops.grouped_allgather)
+@face(ops.grouped_allgather)
 def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """The gradient is that of `allgather`."""
-    return list(_Allgather.apply(name, process_set, *tensors))
+    lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors]
+
+    def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gathered = ops.grouped_allgather([to_array(tensor) for tensor in given], name, process_set)
+        return _as_tensors(gathered, given)
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        averaged = reduce_tensors(Reduction(Average, name, 1.0, 1.0, process_set), *gradients)
+        starts = rows_before(lengths, name, process_set).tolist()
+        triples = zip(averaged, starts, lengths, strict=True)
+        return [rows[start : start + length] for rows, start, length in triples]
+
+    return list(differentiable(run, back, *tensors))
 
 
-@raises_on_all
-@described_by(ops.alltoall)
+@face(ops.reducescatter)
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | str = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """The gradient is an allgather; for `Sum` times the number of ranks, as in Horovod.
+
+    Args:
+        compression: as in `allreduce`; a wire format has no effect.
+    """
+    return grouped_reducescatter(
+        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
+    )[0]
+
+
+@face(ops.grouped_reducescatter)
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | str = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """The gradient is that of `reducescatter`.
+
+    Args:
+        compression: as in `reducescatter`.
+    """
+    inputs, contexts = compressed(compression, tensors)
+    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
+
+    def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return _as_tensors(reduction.reducescatter([to_array(tensor) for tensor in given]), given)
+
+    def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
+        gathered = grouped_allgather(gradients, name, process_set)
+        return [reduction.scatter_gradient_factor * gradient for gradient in gathered]
+
+    return decompressed(compression, differentiable(run, back, *inputs), contexts)
+
+
+@face(ops.alltoall)
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -47,12 +111,27 @@ def alltoall(
         New tensor: the rows from rank 0, then from rank 1, and so on. With `splits`, a pair: that
         tensor, and the number of rows from each rank, int32 of shape (number of ranks,).
     """
-    rows, received = _Alltoall.apply(name, process_set, tensor, splits)
+    shape = tensor.shape
+
+    def exchange(given: torch.Tensor, counts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = to_numpy(counts) if isinstance(counts, torch.Tensor) else counts
+        comm = runtime.communicator(process_set)
+        rows, received = _engine.collectives.alltoall(
+            comm, to_numpy(given), numbers, name or "value", name
+        )
+        return to_torch(rows, given), torch.from_numpy(received).to(torch.int32)
+
+    def back(gradient: torch.Tensor, _: Any) -> list[torch.Tensor]:
+        rows, _ = exchange(gradient.contiguous(), received)
+        full = gradient.new_zeros(shape)  # rows beyond the sum of the splits were not sent
+        full[: len(rows)] = rows
+        return [full]
+
+    rows, received = differentiable(lambda given: exchange(given, splits), back, tensor)
     return rows if splits is None else (rows, received)
 
 
-@raises_on_all
-@described_by(ops.broadcast)
+@face(ops.broadcast)
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -64,68 +143,51 @@ def broadcast(
     Args:
         root_rank: rank in the job that sends its tensor, also in a process set.
     """
-    return _Broadcast.apply(root_rank, name, process_set, tensor)
+
+    def run(given: torch.Tensor) -> tuple[torch.Tensor]:
+        sent = ops.broadcast(to_array(given), root_rank, name, process_set)
+        return (to_tensor(sent, given),)
+
+    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+        averaged = reduce_tensor(gradient, Average, name, 1.0, 1.0, process_set)
+        return [averaged if runtime.rank() == root_rank else torch.zeros_like(averaged)]
+
+    return differentiable(run, back, tensor)[0]
 
 
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.name, ctx.process_set = name, process_set
-        ctx.lengths = [len(tensor) if tensor.ndim else 0 for tensor in tensors]
-        return tuple(sync_ops.grouped_allgather(tensors, name, process_set))
+@face(ops.broadcast)
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The root's values are written into the tensor of every rank, in place.
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        averaged = sync_ops.grouped_allreduce(
-            gradients, name=ctx.name, op=Average, process_set=ctx.process_set
-        )
-        lengths = sync_ops.allgather(torch.tensor([ctx.lengths]), ctx.name, ctx.process_set)
-        rank = runtime.communicator(ctx.process_set).rank
-        starts = lengths[:rank].sum(0).tolist()
-        return (
-            None,
-            None,
-            *(
-                gradient[start : start + length]
-                for gradient, start, length in zip(averaged, starts, ctx.lengths, strict=True)
-            ),
-        )
+    Args:
+        tensor: a tensor or a parameter; its values are ignored on ranks other than the root.
+        root_rank: rank in the job that sends its tensor, also in a process set.
+
+    Returns:
+        `tensor`.
+    """
+    broadcast_all([tensor], root_rank, name, process_set)
+    return tensor
 
 
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, name: str | None, process_set: ProcessSet, tensor: torch.Tensor, splits: Any
-    ) -> Any:
-        ctx.name, ctx.process_set, ctx.shape = name, process_set, tensor.shape
-        rows, ctx.received = sync_ops.exchange_rows(tensor, splits, name, process_set)
-        ctx.mark_non_differentiable(ctx.received)
-        return rows, ctx.received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        rows, _ = sync_ops.exchange_rows(
-            gradient.contiguous(), ctx.received, ctx.name, ctx.process_set
-        )
-        full = gradient.new_zeros(ctx.shape)  # rows beyond the sum of the splits were not sent
-        full[: len(rows)] = rows
-        return None, None, full, None
+@raises_on_all
+def broadcast_all(
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Writes the root's values into a list of tensors. Collective: see `broadcast_`."""
+    arrays = [to_numpy(tensor) for tensor in tensors]
+    ops.broadcast_(arrays, root_rank, name, process_set)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        write_back(array, tensor)
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, root_rank: int, name: str | None, process_set: ProcessSet, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
-        return sync_ops.broadcast(tensor, root_rank, name, process_set)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        averaged = sync_ops.allreduce(
-            gradient, name=ctx.name, op=Average, process_set=ctx.process_set
-        )
-        is_root = runtime.rank() == ctx.root_rank
-        return None, None, None, averaged if is_root else torch.zeros_like(averaged)
+def _as_tensors(arrays: Sequence[Any], likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(to_tensor(array, like) for array, like in zip(arrays, likes, strict=True))

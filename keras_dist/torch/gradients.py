@@ -14,16 +14,59 @@ import numpy as np
 import torch
 
 from keras_dist import _engine, errors, runtime
-from keras_dist._backends.torch_device import to_array, to_tensor, to_tensors
+from keras_dist._backends import torch_overlap
 from keras_dist._backends.torch_overlap import ReadyGradients
-from keras_dist._backends.torch_tensors import dtype_of, form_of, to_torch, write_all, zeros_of
+from keras_dist._backends.torch_tensors import (
+    dtype_of,
+    form_of,
+    to_array,
+    to_tensor,
+    to_tensors,
+    to_torch,
+    write_all,
+    zeros_of,
+)
 from keras_dist._compat.torch import weak_tensor_keys
 from keras_dist._gpu import uniform
+from keras_dist.ops.face import compressed, decompressed, is_custom
 from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
-from keras_dist.ops.tensor_compression import compressed, decompressed, is_custom
-from keras_dist.torch import sync_ops
-from keras_dist.torch.gradient_layout import Layout, version_of
+from keras_dist.torch import reduce_ops
+
+
+class Layout:
+    """The indices of gradients in a plan."""
+
+    def __init__(
+        self,
+        plan: _engine.FusedAllreduce,
+        parameters: Sequence[torch.Tensor],
+        brought: _engine.GradientSet,
+    ):
+        self.plan, self.brought = plan, brought
+        self._specs = [_spec(parameter) for parameter in parameters]
+        self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+
+    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Returns whether the gradients of parameters are those of the plan."""
+        return self._specs == [_spec(parameter) for parameter in parameters]
+
+    def index_of(self, parameter: torch.Tensor) -> int | None:
+        """Returns the index of a gradient; `None` if it is new or its shape or dtype differs."""
+        index = self._indices.get(id(parameter))
+        return index if index is None or self._specs[index] == _spec(parameter) else None
+
+
+def _spec(parameter: torch.Tensor) -> Any:
+    gradient: Any = parameter.grad
+    return id(parameter), gradient.shape, gradient.dtype, gradient.is_sparse
+
+
+def version_of(parameter: torch.Tensor) -> Any:
+    """Returns a value that changes if the gradient of a parameter is replaced or written to."""
+    gradient: Any = parameter.grad
+    # A sparse gradient is copied when it is ready, so later writes do not matter.
+    return None if gradient.is_sparse else torch_overlap.version_of(gradient)
 
 
 class Gradients:
@@ -140,7 +183,7 @@ class Gradients:
         anywhere: list[bool] = flags if all(flags) else (counts != 0).tolist()
         self._assign(dense, results)
         for parameter in sparse:
-            parameter.grad = sync_ops.sparse_allreduce(
+            parameter.grad = reduce_ops.sparse_allreduce(
                 parameter.grad, op=self._options.op, process_set=self.process_set
             )
         for parameter, is_anywhere in zip(trained, anywhere, strict=True):

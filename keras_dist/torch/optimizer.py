@@ -11,13 +11,12 @@ import torch
 
 from keras_dist import errors, runtime
 from keras_dist.ops.arguments import resolve_groups
+from keras_dist.ops.face import wire_of
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduction_options import parse_passes, parse_reduction_options
-from keras_dist.ops.tensor_compression import wire_of
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.torch.compressors import Compression
 from keras_dist.torch.gradients import Gradients
-from keras_dist.torch.reduce_ops import allreduce
+from keras_dist.torch.reduce_ops import Compression, allreduce
 
 
 def DistributedOptimizer(

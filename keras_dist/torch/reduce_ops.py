@@ -1,27 +1,80 @@
-"""Differentiable reductions of tensors: `allreduce`, `reducescatter` and their grouped forms."""
+"""Reductions of tensors: `allreduce`, its grouped form, those in place, and of sparse tensors.
 
+A tensor is read in place, on the host or, where NCCL moves it, in GPU memory.
+"""
+
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from keras_dist import ops
+from keras_dist._backends.torch_tensors import (
+    differentiable,
+    is_on_device,
+    rows_of,
+    sparse_of,
+    to_array,
+    to_numpy,
+    to_tensor,
+    to_tensors,
+    to_torch,
+    write_all,
+    write_into,
+)
 from keras_dist.ops.arguments import resolve_op
-from keras_dist.ops.descriptions import described_by
+from keras_dist.ops.face import (
+    Compressor,
+    NoCompression,
+    Reduction,
+    compressed,
+    decompressed,
+    face,
+    wire_of,
+)
 from keras_dist.ops.reduce_op import Average, ReduceOp
-from keras_dist.ops.reduction_arguments import Reduction
-from keras_dist.ops.shared_errors import raises_on_all
-from keras_dist.ops.tensor_compression import compressed, decompressed, wire_of
+from keras_dist.ops.reduce_op import Compression as Wires
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.torch.compressors import Compression
-from keras_dist.torch.exchange_ops import grouped_allgather
-from keras_dist.torch.sync_ops import reduce_scatter_tensors, reduce_tensor, reduce_tensors
-
-NO_WIRE = wire_of(Compression.none)
 
 
-@raises_on_all
-@described_by(ops.allreduce)
+class _Cast(Compressor):
+    """Casts floating-point tensors to a narrower dtype; integers stay as they are.
+
+    keras_dist uses `wire` instead: it rounds only between nodes, and sums in full precision.
+    """
+
+    narrow: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return (tensor.to(cls.narrow) if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+class _Float16(_Cast):
+    wire = Wires.fp16
+    narrow = torch.float16
+
+
+class _BFloat16(_Cast):
+    wire = Wires.bf16
+    narrow = torch.bfloat16
+
+
+class Compression:
+    """The available compressions: `none`, `fp16` and `bf16`."""
+
+    none = NoCompression
+    fp16 = _Float16
+    bf16 = _BFloat16
+
+
+@face(ops.allreduce)
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -42,22 +95,39 @@ def allreduce(
         New tensor of the shape, dtype and device of `tensor`.
     """
     chosen = resolve_op(op, average)
-    if compression is Compression.none and not (torch.is_grad_enabled() and tensor.requires_grad):
+    is_plain = compression is None or compression is Compression.none
+    if is_plain and not (torch.is_grad_enabled() and tensor.requires_grad):
+        wire = None if compression is None else Wires.none
         factors = prescale_factor, postscale_factor
-        return reduce_tensor(tensor, chosen, name, *factors, process_set, NO_WIRE)
-    return grouped_allreduce(
-        [tensor],
-        name=name,
-        compression=compression,
-        op=chosen,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-    )[0]
+        return reduce_tensor(tensor, chosen, name, *factors, process_set, wire)
+    options = chosen, prescale_factor, postscale_factor, process_set
+    return grouped_allreduce([tensor], None, name, compression, *options)[0]
 
 
-@raises_on_all
-@described_by(ops.grouped_allreduce)
+@face(ops.allreduce)
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The result is written into the tensor, in place.
+
+    Returns:
+        `tensor`.
+    """
+    chosen = resolve_op(op, average)
+    options = chosen, name, prescale_factor, postscale_factor, process_set
+    if is_on_device(tensor):
+        return write_into(tensor, reduce_tensor(tensor, *options))
+    array = to_numpy(tensor)
+    return write_back(ops.allreduce(array, *options, out=array), tensor)
+
+
+@face(ops.grouped_allreduce)
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -72,74 +142,83 @@ def grouped_allreduce(
     inputs, contexts = compressed(compression, tensors)
     op, wire = resolve_op(op, average), wire_of(compression)
     reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set, wire)
-    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    # Autograd is slow for many small tensors.
-    reduce = _Allreduce.apply if differentiable else reduce_tensors
-    return decompressed(compression, reduce(reduction, *inputs), contexts)
+    return decompressed(compression, reduce_with_gradient(reduction, *inputs), contexts)
 
 
-@raises_on_all
-@described_by(ops.reducescatter)
-def reducescatter(
+@face(ops.grouped_allreduce)
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """The results are written into the tensors, in place.
+
+    Returns:
+        `tensors`, as a list.
+    """
+    chosen = resolve_op(op, average)
+    reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set)
+    arrays = reduction.allreduce([to_array(tensor) for tensor in tensors])
+    write_all(
+        tensors, [to_tensor(array, like) for array, like in zip(arrays, tensors, strict=True)]
+    )
+    return list(tensors)
+
+
+@face(ops.sparse_allreduce)
+def sparse_allreduce(
     tensor: torch.Tensor,
     name: str | None = None,
-    compression: Any = Compression.none,
     op: ReduceOp | str = Average,
     process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """The gradient is an allgather; for `Sum` times the number of ranks, as in Horovod.
+    """The values and indices are those of one sparse tensor.
 
     Args:
-        compression: as in `allreduce`; a wire format has no effect.
+        tensor: a sparse COO tensor.
+
+    Returns:
+        Sparse COO tensor of the same shape.
     """
-    return grouped_reducescatter(
-        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
-    )[0]
+    tensor = tensor.coalesce()
+    return sparse_of(*ops.sparse_allreduce(*rows_of(tensor), op, name, process_set), tensor)
 
 
-@raises_on_all
-@described_by(ops.grouped_reducescatter)
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: ReduceOp | str = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """The gradient is that of `reducescatter`.
-
-    Args:
-        compression: as in `reducescatter`.
-    """
-    inputs, contexts = compressed(compression, tensors)
-    reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
-    return decompressed(compression, _Reducescatter.apply(reduction, *inputs), contexts)
+def reduce_tensors(reduction: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Reduces tensors. Collective: see `keras_dist.grouped_allreduce`."""
+    arrays = reduction.allreduce([to_array(tensor) for tensor in tensors])
+    found = tuple(to_tensors(arrays, tensors))
+    if len(found) < 2 or not is_on_device(found[0]):
+        return found
+    own = tuple(map(torch.empty_like, found))  # those found are views of one tensor
+    write_all(own, found)
+    return own
 
 
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, reduction: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.reduction = reduction
-        return reduce_tensors(reduction, *tensors)
+def reduce_with_gradient(reduction: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Reduces tensors, and gradients alike. Collective: see `keras_dist.grouped_allreduce`."""
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.reduction.check_differentiable()
-        return None, *_Allreduce.apply(ctx.reduction, *gradients)
+    def back(*gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        reduction.check_differentiable()
+        return reduce_with_gradient(reduction, *gradients)
+
+    return differentiable(functools.partial(reduce_tensors, reduction), back, *tensors)
 
 
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, reduction: Reduction, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.reduction = reduction
-        return reduce_scatter_tensors(reduction, *tensors)
+def reduce_tensor(tensor: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Reduces a tensor. Collective: see `keras_dist.allreduce`."""
+    if is_on_device(tensor):
+        return reduce_tensors(Reduction(*options), tensor)[0]
+    return to_torch(ops.allreduce(to_numpy(tensor), *options), tensor)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        reduction: Reduction = ctx.reduction
-        gathered = grouped_allgather(gradients, reduction.name, reduction.process_set)
-        return None, *(reduction.scatter_gradient_factor * gradient for gradient in gathered)
+
+def write_back(array: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
+    """Writes `to_numpy(tensor)` into the tensor, unless it is a view of the tensor."""
+    if tensor.data_ptr() != array.ctypes.data:
+        return write_into(tensor, array)
+    torch.autograd.graph.increment_version(tensor)  # written in place, which autograd must record
+    return tensor

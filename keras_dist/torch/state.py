@@ -7,9 +7,10 @@ import torch
 
 from keras_dist import errors, ops, runtime
 from keras_dist.ops.descriptions import described_by
+from keras_dist.ops.face import face
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.torch import sync_ops
+from keras_dist.torch.exchange_ops import broadcast_all
 
 
 @raises_on_all
@@ -43,7 +44,7 @@ def broadcast_parameters(
         )
     tensors = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
     names = ", ".join(name for name, _ in tensors)
-    sync_ops.broadcast_all([tensor for _, tensor in tensors], root_rank, names, process_set)
+    broadcast_all([tensor for _, tensor in tensors], root_rank, names, process_set)
 
 
 @raises_on_all
@@ -73,21 +74,24 @@ def broadcast_optimizer_state(
         raise errors.ArgumentError(runtime.where(), expected, "LBFGS", remedy)
     state = optimizer.state_dict()
     tensors = list(_tensors_in(state))
+    own = _map(state, lambda leaf: _Placeholder() if isinstance(leaf, torch.Tensor) else leaf)
     skeleton, specs = broadcast_object(
-        (_without_tensors(state), [(tensor.shape, tensor.dtype) for tensor in tensors]),
+        (own, [(tensor.shape, tensor.dtype) for tensor in tensors]),
         root_rank,
         process_set=process_set,
     )
     is_root = runtime.rank() == root_rank
     if not is_root:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
-    sync_ops.broadcast_all(tensors, root_rank, "optimizer state", process_set)
+    broadcast_all(tensors, root_rank, "optimizer state", process_set)
     if not is_root:
-        optimizer.load_state_dict(_with_tensors(skeleton, iter(tensors)))
+        found = iter(tensors)
+        optimizer.load_state_dict(
+            _map(skeleton, lambda leaf: next(found) if isinstance(leaf, _Placeholder) else leaf)
+        )
 
 
-@raises_on_all
-@described_by(ops.broadcast_object)
+@face(ops.broadcast_object)
 def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
@@ -98,8 +102,7 @@ def broadcast_object(
     return ops.broadcast_object(obj, root_rank, name, process_set)
 
 
-@raises_on_all
-@described_by(ops.allgather_object)
+@face(ops.allgather_object)
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
@@ -123,14 +126,6 @@ def _tensors_in(state: Any) -> Iterable[torch.Tensor]:
     elif isinstance(state, dict | list | tuple):
         for value in state.values() if isinstance(state, dict) else state:
             yield from _tensors_in(value)
-
-
-def _without_tensors(state: Any) -> Any:
-    return _map(state, lambda leaf: _Placeholder() if isinstance(leaf, torch.Tensor) else leaf)
-
-
-def _with_tensors(skeleton: Any, tensors: Any) -> Any:
-    return _map(skeleton, lambda leaf: next(tensors) if isinstance(leaf, _Placeholder) else leaf)
 
 
 def _map(state: Any, function: Any) -> Any:

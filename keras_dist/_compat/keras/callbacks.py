@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Owner
 from keras_dist._compat.keras.versions import release
 
 # The attributes that hold the state of Keras' callbacks; other callbacks of Keras have none.
@@ -80,78 +80,60 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         raise NotImplementedError
 
 
-BACKUP = "keras:callbacks.BackupAndRestore"
-CHECKPOINT = "keras:callbacks.ModelCheckpoint"
-LIST = "keras:callbacks.CallbackList"
+BACKUP = Owner("keras:callbacks.BackupAndRestore")
+CHECKPOINT = Owner("keras:callbacks.ModelCheckpoint")
+LIST = Owner("keras:callbacks.CallbackList")
 RESUMED = "a resumed fit would differ from an uninterrupted one"
 
 CONTRACT = (
-    Name(
-        "keras:callbacks.Callback",
+    Owner("keras:callbacks.Callback").attribute(
         "_model",
         "to access the model of a callback during a step",
         "each batch would copy the state of a JAX model",
-        instance=True,
     ),
-    Name(LIST, "callbacks", "to find the other callbacks of a list", RESUMED, instance=True),
+    LIST.attribute("callbacks", "to find the other callbacks of a list", RESUMED),
     *(
-        Name(LIST, hook, "to run after all callbacks of a list", RESUMED, parameters)
-        for hook, parameters in {
-            "on_train_begin": ("logs",),
-            "on_train_end": ("logs",),
-            "on_epoch_begin": ("epoch", "logs"),
-            "on_epoch_end": ("epoch", "logs"),
-            "on_train_batch_begin": ("batch", "logs"),
-            "on_train_batch_end": ("batch", "logs"),
-        }.items()
+        LIST.method(hook, "to run after all callbacks of a list", RESUMED)
+        for hook in (
+            "on_train_begin(logs)",
+            "on_train_end(logs)",
+            "on_epoch_begin(epoch, logs)",
+            "on_epoch_end(epoch, logs)",
+            "on_train_batch_begin(batch, logs)",
+            "on_train_batch_end(batch, logs)",
+        )
     ),
-    Name(
-        BACKUP,
-        "_save_model",
+    BACKUP.method(
+        "_save_model()",
         "to write a backup on the root only",
         "every rank would write, in the format of Keras",
-        (),
     ),
-    Name(BACKUP, "_current_epoch", "to record the epoch of a backup", RESUMED, instance=True),
-    Name(
-        CHECKPOINT,
-        "_save_model",
+    BACKUP.attribute("_current_epoch", "to record the epoch of a backup", RESUMED),
+    CHECKPOINT.method(
+        "_save_model(epoch, batch, logs)",
         "to write a checkpoint on the root only",
         "every rank would write",
-        ("epoch", "batch", "logs"),
     ),
-    Name(
-        CHECKPOINT,
-        "_get_file_path",
+    CHECKPOINT.method(
+        "_get_file_path(epoch, batch, logs)",
         "to name the checkpoint in messages",
         "checkpoints could not be written",
-        ("epoch", "batch", "logs"),
     ),
-    Name(
-        CHECKPOINT,
-        "_set_monitor_op",
+    CHECKPOINT.method(
+        "_set_monitor_op()",
         "to decide within an epoch which model is the best",
         "save_best_only with a number as save_freq would fail",
-        (),
         applies=lambda: release() >= (3, 11),  # earlier versions set it in the constructor
     ),
     *(
-        Name(
-            "keras:callbacks.CSVLogger",
-            name,
-            "to append to the file in a resumed fit",
-            RESUMED,
-            instance=True,
+        Owner("keras:callbacks.CSVLogger").attribute(
+            name, "to append to the file in a resumed fit", RESUMED
         )
         for name in ("append", "append_header", "filename", "keys")
     ),
     *(
-        Name(
-            f"keras:callbacks.{kind}",
-            name,
-            "to include the state of a callback in a backup",
-            RESUMED,
-            instance=True,
+        Owner(f"keras:callbacks.{kind}").attribute(
+            name, "to include the state of a callback in a backup", RESUMED
         )
         for kind, names in STATE_ATTRIBUTES.items()
         for name in names

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import keras
 from keras import ops
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Owner
 from keras_dist._compat.keras.models import layers_of, outputs_of
 
 
@@ -283,25 +283,22 @@ _losses_of: Callable[[Any], Any] = keras.layers.Layer.losses.fget
 
 
 def _module() -> Any:
-    return importlib.import_module(LOSSES)
+    return importlib.import_module(LOSS_MODULE)
 
 
-LOSSES = "keras.src.losses.loss"
+LOSS_MODULE = "keras.src.losses.loss"
+LOSSES = Owner(LOSS_MODULE)
 COMPILED = "keras.src.trainers.compile_utils"
 INEXACT = "a loss would count each rank alike, however many elements it has"
 WEIGHING = "to weigh the losses of ranks by what they are divided by"
 
 CONTRACT = (
-    Name(
-        LOSSES,
-        "reduce_weighted_values",
-        WEIGHING,
-        INEXACT,
-        ("values", "sample_weight", "mask", "reduction", "dtype"),
+    LOSSES.method(
+        "reduce_weighted_values(values, sample_weight, mask, reduction, dtype)", WEIGHING, INEXACT
     ),
-    Name(LOSSES, "apply_mask", WEIGHING, INEXACT, ("sample_weight", "mask", "dtype", "reduction")),
-    Name(f"{COMPILED}:CompileLoss", "call", WEIGHING, INEXACT, ("y_true", "y_pred")),
-    Name(f"{COMPILED}:CompileLoss", "_flat_losses", WEIGHING, INEXACT, instance=True),
-    Name("keras:Model", "_compile_loss", WEIGHING, INEXACT, instance=True),
-    Name(f"{COMPILED}:CompileLoss", "_metrics", WEIGHING, INEXACT, instance=True),
+    LOSSES.method("apply_mask(sample_weight, mask, dtype, reduction)", WEIGHING, INEXACT),
+    Owner(f"{COMPILED}:CompileLoss").method("call(y_true, y_pred)", WEIGHING, INEXACT),
+    Owner(f"{COMPILED}:CompileLoss").attribute("_flat_losses", WEIGHING, INEXACT),
+    Owner("keras:Model").attribute("_compile_loss", WEIGHING, INEXACT),
+    Owner(f"{COMPILED}:CompileLoss").attribute("_metrics", WEIGHING, INEXACT),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Owner
 
 
 def metrics_of(model: Any) -> list[Any]:
@@ -37,25 +37,17 @@ def function_of(metric: Any) -> Any:
     return metric._fn if isinstance(metric, keras.metrics.MeanMetricWrapper) else None
 
 
-METRIC = "keras:metrics.Metric"
+METRIC = Owner("keras:metrics.Metric")
 MERGED = "to merge the states of the ranks", "metrics of an epoch would not be exact"
 
 CONTRACT = (
-    Name("keras:Model", "_compile_metrics", *MERGED, instance=True),
-    Name(METRIC, "_metrics", *MERGED, instance=True),
-    Name(METRIC, "_variables", *MERGED, instance=True),
-    Name(
-        "keras:metrics.MeanMetricWrapper",
-        "_fn",
-        "to try the function of a metric",
-        "metrics that are not exact would not be named",
-        instance=True,
+    Owner("keras:Model").attribute("_compile_metrics", *MERGED),
+    METRIC.attribute("_metrics", *MERGED),
+    METRIC.attribute("_variables", *MERGED),
+    Owner("keras:metrics.MeanMetricWrapper").attribute(
+        "_fn", "to try the function of a metric", "metrics that are not exact would not be named"
     ),
-    Name(
-        "keras:metrics.Mean",
-        "count",
-        "to count the samples of an epoch",
-        "the logs would lack the throughput",
-        instance=True,
+    Owner("keras:metrics.Mean").attribute(
+        "count", "to count the samples of an epoch", "the logs would lack the throughput"
     ),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from keras_dist._compat.contract import Name, require
+from keras_dist._compat.contract import Owner, require
 from keras_dist._compat.keras.versions import release, uses, version
 
 # The method of a model that turns the logs of the last batch into those of the epoch.
@@ -63,95 +63,69 @@ class BatchNormalization(keras.layers.BatchNormalization):
         return moments
 
 
-MODEL = "keras:Model"
-NORMALIZATION = "keras:layers.BatchNormalization"
-OUTPUTS = Name(
-    "keras.src.models.functional:Functional",
+MODEL = Owner("keras:Model")
+NORMALIZATION = Owner("keras:layers.BatchNormalization")
+OUTPUTS = Owner("keras.src.models.functional:Functional").attribute(
     "outputs",
     "to tell losses of samples from others by the shape of outputs",
     "losses of pairs of samples would be divided by a wrong number",
-    instance=True,
     on_use=True,
 )
 
 CONTRACT = (
     OUTPUTS,
-    Name(
-        "keras:layers.Layer",
-        "_flatten_layers",
+    Owner("keras:layers.Layer").method(
+        "_flatten_layers()",
         "to inspect all layers of a model",
         "layers that ranks must not share would not be found",
-        (),
     ),
-    Name(
-        MODEL,
-        "make_train_function",
+    MODEL.method(
+        "make_train_function(force)",
         "to prepare a model before its train step is made",
         "each rank would train by its own gradients",
-        ("force",),
     ),
-    Name(
-        MODEL,
-        "optimizer",
-        "to find the optimizers of a model",
-        "broadcasts and checks would omit them",
-        instance=True,
+    MODEL.attribute(
+        "optimizer", "to find the optimizers of a model", "broadcasts and checks would omit them"
     ),
-    Name(
-        MODEL,
+    MODEL.attribute(
         "train_function",
         "to take part in the first step of a fit",
         "models that are not built would start from different weights",
-        instance=True,
     ),
-    Name(
-        MODEL,
+    MODEL.attribute(
         "jit_compile",
         "to compile a step around the reduction",
         "XLA would compile the reduction, which it cannot",
-        instance=True,
     ),
-    Name(
-        MODEL,
+    MODEL.attribute(
         "stop_training",
         "to stop all ranks together",
         "the other ranks would wait for a rank that has stopped",
-        instance=True,
     ),
-    Name(
-        MODEL,
+    MODEL.attribute(
         "ddp_model",
         "to refuse a model whose gradients Keras averages over processes",
         "gradients would be averaged twice",
-        instance=True,
         applies=lambda: release() >= (3, 16) and uses("torch"),
     ),
-    Name(
-        MODEL,
-        LOGS,
+    MODEL.method(
+        f"{LOGS}(logs)",
         "to compute the logs of all ranks",
         "metrics of an epoch would be those of one rank",
-        ("logs",),
     ),
-    Name(
-        MODEL,
+    MODEL.attribute(
         "_initial_epoch",
         "to resume a fit at the epoch of a backup",
         "a resumed fit would start at its first epoch",
-        instance=True,
     ),
-    Name(
-        NORMALIZATION,
-        "_moments",
+    NORMALIZATION.method(
+        "_moments(inputs, mask)",
         "to normalise by the batches of all ranks",
         "SyncBatchNormalization would normalise by the batch of its rank",
-        ("inputs", "mask"),
     ),
-    Name(
-        NORMALIZATION,
+    NORMALIZATION.attribute(
         "_reduction_axes",
         "to normalise by the batches of all ranks",
         "SyncBatchNormalization would fail",
-        instance=True,
     ),
 )

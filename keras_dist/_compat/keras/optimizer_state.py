@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Owner
 
 
 def trained_by(optimizer: Any) -> list[Any]:
@@ -64,71 +64,47 @@ class DecayHook:
         """Does nothing: the decay is part of the step."""
 
 
-OPTIMIZER = "keras:optimizers.Optimizer"
+OPTIMIZER = Owner("keras:optimizers.Optimizer")
 STATE = "state of the optimizer would be missing in broadcasts and checks"
 
 CONTRACT = (
-    Name(
-        OPTIMIZER,
-        "_trainable_variables",
-        "to find the variables that an optimizer is built for",
-        STATE,
-        instance=True,
+    OPTIMIZER.attribute(
+        "_trainable_variables", "to find the variables that an optimizer is built for", STATE
     ),
-    Name(
-        OPTIMIZER,
+    OPTIMIZER.attribute(
         "_accumulated_gradients",
         "to exclude accumulated gradients, which differ between ranks, from broadcasts",
         "they would be broadcast and verified",
-        instance=True,
     ),
-    Name(
-        OPTIMIZER,
-        "_variables",
-        "to tell the list of all variables of an optimizer from its slots",
-        STATE,
-        instance=True,
+    OPTIMIZER.attribute(
+        "_variables", "to tell the list of all variables of an optimizer from its slots", STATE
     ),
-    Name(
-        OPTIMIZER,
-        "_iterations",
-        "to count batches under gradient accumulation",
-        "batches would be miscounted",
-        instance=True,
+    OPTIMIZER.attribute(
+        "_iterations", "to count batches under gradient accumulation", "batches would be miscounted"
     ),
-    Name(
-        OPTIMIZER,
+    OPTIMIZER.attribute(
         "_learning_rate",
         "to find the schedule of an optimizer",
         "a schedule and a callback would both set the learning rate",
-        instance=True,
     ),
-    Name(
-        "keras:optimizers.SGD",
+    Owner("keras:optimizers.SGD").attribute(
         "momentums",
         "to scale velocities when the learning rate changes",
         "velocities would not be scaled",
-        instance=True,
     ),
-    Name(
-        OPTIMIZER,
-        "_get_variable_index",
+    OPTIMIZER.method(
+        "_get_variable_index(variable)",
         "to find the momentum of a variable in LARS",
         "LARS could not make a step",
-        ("variable",),
     ),
-    Name(
-        OPTIMIZER,
-        "_use_weight_decay",
+    OPTIMIZER.method(
+        "_use_weight_decay(variable)",
         "to respect exclude_from_weight_decay in LARS",
         "LARS could not be built",
-        ("variable",),
     ),
-    Name(
-        OPTIMIZER,
-        "_apply_weight_decay",
+    OPTIMIZER.method(
+        "_apply_weight_decay(variables)",
         "to apply the weight decay as part of the step of LARS",
         "the decay would be applied twice",
-        ("variables",),
     ),
 )

@@ -1,10 +1,11 @@
 """Names of Keras: the methods by which an optimizer updates variables."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Owner
 from keras_dist._compat.keras.optimizer_state import accumulators
 from keras_dist._compat.keras.versions import release, uses
 
@@ -24,6 +25,8 @@ class UpdateHook:
     Subclasses define `_keras_dist_before_update()`, called before variables are updated.
     """
 
+    _keras_dist_before_update: Callable[[], None]
+
     def _backend_update_step(self, grads: Any, trainable_variables: Any, *rest: Any) -> Any:
         self._keras_dist_before_update()
         return super()._backend_update_step(grads, trainable_variables, *rest)  # type: ignore[misc]
@@ -32,9 +35,6 @@ class UpdateHook:
         # On torch Keras multiplies them by 0, which keeps the NaN of an overflow.
         for accumulator in accumulators(self):
             accumulator.assign(keras.ops.zeros(accumulator.shape, accumulator.dtype))
-
-    def _keras_dist_before_update(self) -> None:
-        raise NotImplementedError
 
 
 class ClippingHook:
@@ -45,18 +45,15 @@ class ClippingHook:
     clip and apply.
     """
 
+    _keras_dist_before_passes: Callable[[Any, Any], None]
+    _keras_dist_before_clipping: Callable[[Any], Any]
+
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         self._keras_dist_before_passes(grads, trainable_variables)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
         return super()._clip_gradients(self._keras_dist_before_clipping(grads))  # type: ignore[misc]
-
-    def _keras_dist_before_passes(self, gradients: Any, variables: Any) -> None:
-        raise NotImplementedError
-
-    def _keras_dist_before_clipping(self, gradients: Any) -> Any:
-        raise NotImplementedError
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -88,113 +85,84 @@ def make_unpickler(cls: Any) -> Any:
     return cls._unpickle_model
 
 
-OPTIMIZER = "keras:optimizers.Optimizer"
-LOSS_SCALE = "keras:optimizers.LossScaleOptimizer"
+OPTIMIZER = Owner("keras:optimizers.Optimizer")
+LOSS_SCALE = Owner("keras:optimizers.LossScaleOptimizer")
 NOT_REDUCED = "each rank would train by its own gradients"
 
 CONTRACT = (
-    Name(
-        OPTIMIZER,
-        "_clip_gradients",
-        "to reduce gradients before they are clipped",
-        NOT_REDUCED,
-        ("grads",),
+    OPTIMIZER.method(
+        "_clip_gradients(grads)", "to reduce gradients before they are clipped", NOT_REDUCED
     ),
-    Name(
-        OPTIMIZER,
-        "_backend_apply_gradients",
+    OPTIMIZER.method(
+        "_backend_apply_gradients(grads, trainable_variables)",
         "to find the variables of the gradients",
         NOT_REDUCED,
-        ("grads", "trainable_variables"),
     ),
-    Name(
-        OPTIMIZER,
-        "_backend_update_step",
+    OPTIMIZER.method(
+        "_backend_update_step(grads, trainable_variables, learning_rate)",
         "to check that the gradients of an update are reduced",
         "an update by the gradients of one rank might go unnoticed",
-        ("grads", "trainable_variables", "learning_rate"),
     ),
-    Name(
-        OPTIMIZER,
-        "_backend_reset_gradient_accumulators",
+    OPTIMIZER.method(
+        "_backend_reset_gradient_accumulators()",
         "to clear accumulated gradients that have overflowed",
         "NaN would remain in them on torch",
-        (),
     ),
     *(
-        Name(
-            OPTIMIZER,
+        OPTIMIZER.method(
             method,
-            f"to reduce the gradients of an optimizer that overrides {method}",
+            f"to reduce the gradients of an optimizer that overrides {method.partition('(')[0]}",
             NOT_REDUCED,
-            parameters,
         )
-        for method, parameters in {
-            "apply": ("grads", "trainable_variables"),
-            "apply_gradients": ("grads_and_vars",),
-            "stateless_apply": ("optimizer_variables", "grads", "trainable_variables"),
-        }.items()
+        for method in (
+            "apply(grads, trainable_variables)",
+            "apply_gradients(grads_and_vars)",
+            "stateless_apply(optimizer_variables, grads, trainable_variables)",
+        )
     ),
-    Name(
-        OPTIMIZER,
+    OPTIMIZER.attribute(
         "gradient_accumulation_steps",
         "for backward_passes_per_step",
         "gradients would be reduced in each pass",
-        instance=True,
     ),
-    Name(
-        OPTIMIZER,
-        "_unpickle_model",
+    OPTIMIZER.method(
+        "_unpickle_model(bytesio)",
         "to pickle and copy a distributed optimizer",
         "a copy would not be distributed",
-        ("bytesio",),
     ),
-    Name(
-        OPTIMIZER,
-        TF_UPDATE,
+    OPTIMIZER.method(
+        f"{TF_UPDATE}(distribution, grads_and_vars, learning_rate)",
         "to compile the update of variables for XLA",
         "training with jit_compile would fail",
-        ("distribution", "grads_and_vars", "learning_rate"),
         applies=lambda: uses("tensorflow"),
     ),
-    Name(
-        OPTIMIZER,
+    OPTIMIZER.attribute(
         TF_STRATEGY,
         "to refuse an optimizer that a strategy of tf.distribute updates",
         "training would end with an error that does not name the strategy",
-        instance=True,
         applies=lambda: uses("tensorflow"),
     ),
-    Name(
-        LOSS_SCALE,
+    LOSS_SCALE.attribute(
         "inner_optimizer",
         "to find the optimizer that applies the gradients",
         "ranks would skip different steps",
-        instance=True,
     ),
-    Name(
-        LOSS_SCALE,
-        "check_finite",
+    LOSS_SCALE.method(
+        "check_finite(grads)",
         "to make all ranks skip the same steps",
         "ranks would skip different steps",
-        ("grads",),
     ),
-    Name(
-        LOSS_SCALE,
-        "_stateless_handle_finite_grads",
+    LOSS_SCALE.method(
+        "_stateless_handle_finite_grads(optimizer_variables, grads, trainable_variables)",
         "to make a step outside a branch",
         "a step of JAX could not be reduced",
-        ("optimizer_variables", "grads", "trainable_variables"),
     ),
-    Name(
-        LOSS_SCALE,
-        "_stateless_handle_non_finite_grads",
+    LOSS_SCALE.method(
+        "_stateless_handle_non_finite_grads(optimizer_variables, trainable_variables)",
         "to skip a step outside a branch",
         "a step of JAX could not be reduced",
-        ("optimizer_variables", "trainable_variables"),
     ),
-    Name(
-        "keras:optimizers",
+    Owner("keras:optimizers").name(
         "MultiOptimizer",
         "to reduce the gradients of all its optimizers",
         NOT_REDUCED,

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from keras_dist._compat.contract import Name, require
+from keras_dist._compat.contract import Owner, require
 from keras_dist._compat.keras.versions import release, version
 
-SEED_GENERATOR = "keras.src.random.seed_generator"
+SEED_GENERATOR = Owner("keras.src.random.seed_generator")
 PURPOSE = "to back up and restore the global seed generator"
 WITHOUT = "a resumed fit would differ from an uninterrupted one"
 
@@ -36,22 +36,16 @@ def generators_elsewhere(layer: Any) -> list[Any]:
     ]
 
 
-ATTRIBUTE = Name(
-    "keras.src.backend.common.global_state",
-    "get_global_attribute",
-    PURPOSE,
-    WITHOUT,
-    ("name",),
-    on_use=True,
+ATTRIBUTE = Owner("keras.src.backend.common.global_state").method(
+    "get_global_attribute(name)", PURPOSE, WITHOUT, on_use=True
 )
-KEY = Name(
-    SEED_GENERATOR,
+KEY = SEED_GENERATOR.name(
     "GLOBAL_SEED_GENERATOR",
     PURPOSE,
     WITHOUT,
     on_use=True,
     applies=lambda: release() >= (3, 13),  # earlier versions use a literal
 )
-GENERATOR = Name(SEED_GENERATOR, "global_seed_generator", PURPOSE, WITHOUT, (), on_use=True)
+GENERATOR = SEED_GENERATOR.method("global_seed_generator()", PURPOSE, WITHOUT, on_use=True)
 
 CONTRACT = (ATTRIBUTE, KEY, GENERATOR)

@@ -1,10 +1,11 @@
 """Names of Keras: the methods by which an optimizer finds and changes the state of a variable."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from keras_dist._compat.contract import Name
+from keras_dist._compat.contract import Owner
 from keras_dist._compat.keras.optimizers import APPLY_METHODS
 
 # Keras' optimizers that update each element by itself: state and update of a slice are the slice
@@ -37,6 +38,11 @@ class SliceHook:
     """
 
     _trainable_variables: Any
+    _keras_dist_slices: Callable[[Any, Any], Any]
+    _keras_dist_join: Callable[[], None]
+    _keras_dist_index: Callable[[Any], int | None]
+    _keras_dist_current: Callable[[Any], Any]
+    _keras_dist_whole_averages: Callable[[], Any]
 
     def _backend_update_step(self, grads: Any, trainable_variables: Any, *rest: Any) -> Any:
         pairs = self._keras_dist_slices(grads, trainable_variables)
@@ -77,21 +83,6 @@ class SliceHook:
                 variable.assign(average)
         return None
 
-    def _keras_dist_slices(self, gradients: Any, variables: Any) -> Any:
-        raise NotImplementedError
-
-    def _keras_dist_join(self) -> None:
-        raise NotImplementedError
-
-    def _keras_dist_index(self, key: Any) -> int | None:
-        raise NotImplementedError
-
-    def _keras_dist_current(self, variables: Any) -> Any:
-        raise NotImplementedError
-
-    def _keras_dist_whole_averages(self) -> Any:
-        raise NotImplementedError
-
 
 def updates_elementwise(optimizer: Any) -> bool:
     """Returns whether an optimizer updates each element of a variable by itself.
@@ -129,36 +120,20 @@ def replace_state(optimizer: Any, replaced: dict[int, Any]) -> None:
                     value[index] = replaced[id(variable)]
 
 
-OPTIMIZER = "keras:optimizers.Optimizer"
+OPTIMIZER = Owner("keras:optimizers.Optimizer")
 WHOLE = "slices of variables could not be updated"
 
 CONTRACT = (
-    Name(
-        OPTIMIZER,
-        "_var_key",
-        "to know the slices of variables",
-        WHOLE,
-        ("variable",),
-    ),
-    Name(
-        OPTIMIZER,
-        "_update_model_variables_moving_average",
+    OPTIMIZER.method("_var_key(variable)", "to know the slices of variables", WHOLE),
+    OPTIMIZER.method(
+        "_update_model_variables_moving_average(trainable_variables)",
         "to average slices of variables",
         WHOLE,
-        ("trainable_variables",),
     ),
-    Name(
-        OPTIMIZER,
-        "_overwrite_model_variables_with_average_value",
+    OPTIMIZER.method(
+        "_overwrite_model_variables_with_average_value(trainable_variables)",
         "to gather averages of slices",
         WHOLE,
-        ("trainable_variables",),
     ),
-    Name(
-        OPTIMIZER,
-        "_model_variables_moving_average",
-        "to find the averages of slices",
-        WHOLE,
-        instance=True,
-    ),
+    OPTIMIZER.attribute("_model_variables_moving_average", "to find the averages of slices", WHOLE),
 )

@@ -1,6 +1,6 @@
 """Names of Keras: the summaries from which `Discretization` computes its boundaries."""
 
-from keras_dist._compat.contract import Name, require
+from keras_dist._compat.contract import Owner, require
 from keras_dist._compat.keras.versions import version
 
 
@@ -14,12 +14,10 @@ def places_of(count: int, epsilon: float) -> tuple[range, float]:
     return range(int(start), count, int(step)), step
 
 
-SUMMARIZE = Name(
-    "keras.src.layers.preprocessing.discretization",
-    "summarize",
+SUMMARIZE = Owner("keras.src.layers.preprocessing.discretization").method(
+    "summarize(values, epsilon)",
     "to summarize the values of all ranks as Keras does",
     "the boundaries of bins would differ from those of one process",
-    ("values", "epsilon"),
     on_use=True,
 )
 

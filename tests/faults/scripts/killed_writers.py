@@ -11,9 +11,9 @@ from pathlib import Path
 from faults import die_at_call, fault, run
 
 from keras_dist.resume import format
+from keras_dist.resume.format import Writer
 from keras_dist.resume.read import bytes_by_name
 from keras_dist.resume.tensor_file import Tensor, read_header, read_into
-from keras_dist.resume.write import Writer
 
 folder, RANKS, NBYTES = Path(os.environ["FOLDER"]), 2, 200_000
 

@@ -78,7 +78,7 @@ def gathered(value):
 
 @on_jax
 def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch):
-    from keras_dist._backends import jax as backend
+    from keras_dist._backends.jax import backend
 
     if keras_dist.size() == 1:
         pytest.skip("one rank does not reduce")

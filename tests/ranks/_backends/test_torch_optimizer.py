@@ -514,7 +514,7 @@ def test_steps_do_not_warn(recwarn):
 
 
 def test_torch_compile_does_not_trace_the_reduction():
-    from keras_dist._backends import torch as backend
+    from keras_dist._backends.torch import backend
 
     # torch.compile reads this attribute.
     assert backend.reduce_gradients._torchdynamo_disable

@@ -423,7 +423,7 @@ def test_arrays_of_jax_stay_as_they_are(monkeypatch):
 
     if keras.backend.backend() != "jax":
         pytest.skip("arrays of other frameworks are not immutable")
-    from keras_dist._backends import jax_device as backend
+    from keras_dist._backends import jax_devices as backend
 
     given, to_array = [], backend.to_array
 

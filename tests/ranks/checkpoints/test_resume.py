@@ -17,8 +17,7 @@ from keras_dist.callbacks import (
     BackupAndRestore,
     callback_states,
 )
-from keras_dist.resume.nested_values import pack, unpack
-from keras_dist.resume.state import Metrics
+from keras_dist.resume.state import Metrics, pack, unpack
 
 pytestmark = pytest.mark.jobs("training")
 

@@ -13,8 +13,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import ShardedCheckpoint
 from keras_dist.resume import format, tensor_file
-from keras_dist.resume.pieces import pieces_of_rank
 from keras_dist.resume.read import Contents
+from keras_dist.resume.variables import pieces_of_rank
 from keras_dist.training import model_state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value

@@ -14,10 +14,9 @@ import pytest
 from keras_dist import errors
 from keras_dist.launch.cli import main
 from keras_dist.resume import format, tensor_file
-from keras_dist.resume import write as writer_module
+from keras_dist.resume.format import Writer
 from keras_dist.resume.read import newest
 from keras_dist.resume.tensor_file import Tensor
-from keras_dist.resume.write import Writer
 
 
 def tensor(name, values):
@@ -138,13 +137,13 @@ def test_a_failure_after_the_manifest_leaves_a_whole_generation(tmp_path, monkey
     assert writer.wait_for_part() is None
     assert writer.finish(are_whole=True).errno == errno.EIO
     assert writer.is_whole()
-    writer.discard()
+    format.discard(tmp_path, writer.number)
     [path] = format.newest_first(tmp_path)
     assert format.find_damage(format.read(path), range(1)) == []
 
 
 def test_a_writer_whose_fit_has_ended_gives_up_and_says_so(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writer_module, "VISIBLE_SECONDS", 0.1)
+    monkeypatch.setattr(format, "VISIBLE_SECONDS", 0.1)
     arguments = tmp_path, format.begin(tmp_path), (0, 2), [tensor("0:0", np.zeros(9))], {}, 2
     fit = threading.Thread(target=Writer, args=arguments)  # not the main thread
     fit.start()
