@@ -17,6 +17,7 @@ from keras_dist.resume import variables
 from keras_dist.resume.read import Contents, newest, newest_of_all
 from keras_dist.storage.atomic_write import beside, move
 from keras_dist.storage.root_action import on_all
+from keras_dist.training.replicas import restore_accumulated
 
 __all__ = ["export", "load"]
 
@@ -73,7 +74,7 @@ def load(
         contents = _found(path, newest_of_all(path, root_rank, generation))
         is_root = comm.job.rank == root_rank
         on_all(lambda: variables.restore(model, contents, is_root), "the loading of a checkpoint")
-    variables.clear_accumulators(model)
+    restore_accumulated(model, root_rank, bool(contents.about.get("accumulated")))
     return int(contents.about["epoch"])
 
 

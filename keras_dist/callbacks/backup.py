@@ -41,10 +41,10 @@ class BackupAndRestore(ResumingCallback):
     changes of `on_epoch_begin` to the model and its learning rate are undone. Metrics, moving
     statistics and random generators of each rank resume. With a different number of ranks, rank 0
     has the totals of the metrics, moving statistics are their averages over the ranks, random
-    generators of the model are derived from the root's, and other generators restart. Accumulated
-    gradients that are not applied yet are lost: make `save_freq` a multiple of
-    `backward_passes_per_step`. Of variables that are local to each rank, only the root's are saved
-    and restored, on the root.
+    generators of the model are derived from the root's, and other generators restart. Gradients
+    that wait for the next update are replaced by their averages over the ranks as they are saved,
+    which changes the update by rounding only; those for `Adasum` and of local variables are lost.
+    Of variables that are local to each rank, only the root's are saved and restored, on the root.
 
     The replicas are verified before each write, see `VerifyReplicas`. If the disk is full, or any
     write fails after a first successful write, training continues, the root logs a warning and

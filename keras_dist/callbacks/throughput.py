@@ -152,11 +152,9 @@ class ProgressCallback(SessionCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Records the numbers of epochs and steps, as far as Keras knows them."""
         noted = _engine.progress.progress()
-        noted.step, noted.epochs, noted.steps = (
-            0,
-            self.params.get("epochs"),
-            self.params.get("steps"),
-        )
+        self.params = self.params or {}  # a list of callbacks in a loop may have none
+        noted.step = 0
+        noted.epochs, noted.steps = self.params.get("epochs"), self.params.get("steps")
         self._counts = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -18,7 +18,12 @@ from keras_dist.resume.read import Contents, newest, newest_of_all
 from keras_dist.resume.tensor_file import Tensor
 from keras_dist.resume.variables import Piece, Stage, pieces_of_rank, whole_tensors
 from keras_dist.storage.root_action import RetryPolicy, on_all, on_root
-from keras_dist.training.replicas import broadcast_state, build_optimizers_alike
+from keras_dist.training.replicas import (
+    average_accumulated,
+    broadcast_state,
+    build_optimizers_alike,
+    restore_accumulated,
+)
 from keras_dist.training.sharded_state import gathered
 
 #: remedy of errors about files that cannot be written
@@ -94,8 +99,7 @@ class Store:
             found = [self._ask_root(read, "to restore the backup in", REMEDY)]
             build_optimizers_alike(model)
             broadcast_state(model, self.root_rank)
-        # Those of the root must not be applied by other ranks.
-        variables.clear_accumulators(model)
+        restore_accumulated(model, self.root_rank, bool(contents.about.get("accumulated")))
         return found[0]
 
     def begin(self, model: keras.Model, equal: Sequence[Any]) -> None:
@@ -120,6 +124,7 @@ class Store:
         number, has_begun = self._ask_root(self._begin, "to begin a checkpoint in", self._remedy)
         if number is None:
             return
+        about["accumulated"] = average_accumulated(model)
         held, self._number = variables.describe(model, about), number
         with contextlib.nullcontext() if self.by_all else gathered(model, self.root_rank):
             tensors = self._tensors(held, equal)

@@ -22,11 +22,10 @@ from keras_dist.resume.read import Contents
 from keras_dist.resume.tensor_file import Tensor
 from keras_dist.training import built_optimizers, layer_state
 from keras_dist.training.model_state import (
-    accumulators,
+    accumulated,
     bytes_of,
     has_weights,
     host_array,
-    optimizers_of,
     random_states,
     shared_state,
     slice_of,
@@ -144,6 +143,7 @@ def _count_of(variable: Any) -> int:
 
 INTEGER = re.compile(r"u?int\d+")
 SEED = "seed"  # prefix of the names of random states
+ACCUMULATED = "accumulated"  # prefix of the names of gradients that wait for the next update
 LAYERS = "layers"  # name of what layers keep besides their variables
 
 
@@ -174,6 +174,9 @@ def others_of(model: keras.Model, about: dict[str, Any]) -> dict[str, np.ndarray
     seeds = [to_numpy(state) for state in random_states(model)]
     about["seed dtypes"] = [seed.dtype.name for seed in seeds]
     found = {f"{SEED}{number}": bytes_of(seed) for number, seed in enumerate(seeds)}
+    # Equal on all ranks, see `average_accumulated`.
+    waiting = [bytes_of(to_numpy(variable)) for variable in accumulated(model)]
+    found |= {f"{ACCUMULATED}{number}": value for number, value in enumerate(waiting)}
     return {**found, **write_layers(model)}
 
 
@@ -217,13 +220,10 @@ def _restore(model: keras.Model, contents: Contents, is_root: bool, alone: bool)
                 (about.get("seed dtypes") or {number: f"{dtype.kind}{width}"})[number]
             )
             generator.assign(value.astype(dtype).reshape(generator.shape))
+    for number, variable in enumerate(accumulated(model)):
+        if (name := f"{ACCUMULATED}{number}") in arrays:
+            variable.assign(arrays[name].view(dtype_of(variable)).reshape(variable.shape))
     restore_layers(model, arrays, is_root)
-
-
-def clear_accumulators(model: keras.Model) -> None:
-    """Clears accumulated gradients: those of another rank must not be applied."""
-    for accumulator in accumulators(optimizers_of(model)):
-        accumulator.assign(keras.ops.zeros(accumulator.shape, accumulator.dtype))
 
 
 def fit_to(model: keras.Model, about: Mapping[str, Any], path: pathlib.Path) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _backends
+from keras_dist import _backends, _engine
 from keras_dist._compat.keras import models, optimizer_state
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
 
@@ -97,6 +97,25 @@ def clear_accumulators(optimizers: Iterable[Any]) -> None:
     """Clears accumulated gradients: those of another rank, or step, must not be applied."""
     for accumulator in accumulators(optimizers):
         accumulator.assign(keras.ops.zeros(accumulator.shape, accumulator.dtype))
+
+
+def accumulated(model: keras.Model) -> list[Any]:
+    """Returns the gradient accumulators that hold a part of the next update, of any rank.
+
+    Without those of local variables, and of Adasum, whose update is not that of an average.
+    """
+    optimizers = optimizers_of(model)
+    local = _with_slots(optimizers, local_variables(model))
+    waiting = [each for each in optimizers if _is_between_updates(each)]
+    return [v for v in accumulators(waiting) if id(v) not in local and slice_of(v) is None]
+
+
+def _is_between_updates(optimizer: Any) -> bool:
+    reduction = getattr(optimizer, "_keras_dist", None)
+    if reduction is not None and reduction.options.op is _engine.ReduceOp.ADASUM:
+        return False
+    passes = optimizer.gradient_accumulation_steps or 1
+    return int(optimizer_state.batches_seen(optimizer)) % passes > 0
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:

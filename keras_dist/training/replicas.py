@@ -18,6 +18,8 @@ from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.training import built_optimizers, layer_state, sharded_state
 from keras_dist.training.layer_state import DIGEST_NBYTES
 from keras_dist.training.model_state import (
+    accumulated,
+    accumulators,
     bytes_of,
     host_array,
     optimizers_of,
@@ -93,6 +95,35 @@ def _parts(arrays: Sequence[Any]) -> list[slice]:
             starts.append(index)
             nbytes = array.nbytes
     return [slice(*pair) for pair in itertools.pairwise([*starts, len(arrays)])]
+
+
+def average_accumulated(model: keras.Model) -> bool:
+    """Sets gradients that wait for the next update to their averages over the ranks.
+
+    The update averages over the ranks as well, so it stays the same, up to rounding. Collective;
+    blocks. Returns whether there are any.
+    """
+    variables = accumulated(model)
+    if variables:
+        own, names = list(map(to_numpy, variables)), list(map(variable_name, variables))
+        found = allreduce(runtime.fit_communicator(), own, names, _engine.ReduceOp.AVERAGE)
+        for variable, value in zip(variables, found, strict=True):
+            variable.assign(value)
+    return bool(variables)
+
+
+def restore_accumulated(model: keras.Model, root_rank: int, are_saved: bool) -> None:
+    """Broadcasts gradients that wait for the next update from the root, which has read them.
+
+    All others are cleared: those of another rank must not be applied. Collective; blocks.
+    """
+    kept = accumulated(model) if are_saved else []
+    known = {id(variable) for variable in kept}
+    for variable in accumulators(optimizers_of(model)):
+        if id(variable) not in known:
+            variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
+    if kept:
+        broadcast_variables(runtime.fit_communicator(), kept, root_rank)
 
 
 def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:

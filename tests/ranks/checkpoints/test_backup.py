@@ -17,7 +17,7 @@ from small_training import (
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.callbacks import BackupAndRestore
+from keras_dist.callbacks import BackupAndRestore, ShardedCheckpoint
 from keras_dist.resume.format import newest_first
 
 pytestmark = pytest.mark.jobs("training")
@@ -98,8 +98,11 @@ def test_further_optimizers_of_a_model_go_on_as_well(directory):
     assert agreed([keras.ops.convert_to_numpy(v).tobytes() for v in model.judging.variables])
 
 
-def test_gradients_that_are_gathered_are_lost_on_every_rank(directory):
-    x, y = make_data(8)
+@pytest.mark.jobs("jax-2-rest", "torch-3")
+@pytest.mark.parametrize("kind", [BackupAndRestore, ShardedCheckpoint])
+@pytest.mark.parametrize("at", [(0, 1), (1, 1)])  # after 2 and 4 of 3 + 3 passes
+def test_training_resumes_between_the_passes_of_an_update(kind, at, shared_tmp_path):
+    x, y = make_data(12, seed=keras_dist.rank())
 
     def train(*callbacks):
         optimizer = keras.optimizers.SGD(0.1)
@@ -107,16 +110,16 @@ def test_gradients_that_are_gathered_are_lost_on_every_rank(directory):
         callbacks = keras_dist.callbacks(*callbacks)
         options = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": callbacks}
         model.fit(x, y, epochs=2, **options)
+        keras_dist.verify_replicas(model)
         return model
 
+    whole = train(kind(shared_tmp_path / "whole", save_freq=1))
     with pytest.raises(Interrupted):
-        train(BackupAndRestore(directory), Interrupt(1))  # after 2 of 3 passes
+        train(kind(shared_tmp_path / "backup", save_freq=1), Interrupt(*at))
     keras_dist.barrier()
-    model = train(BackupAndRestore(directory))
-    # Only the third pass applies the gradients.
-    plain = make_model()
-    plain.train_on_batch(x[:4], y[:4])
-    assert_close(weights_of(model), weights_of(plain))
+    model = train(kind(shared_tmp_path / "backup", save_freq=1))
+    assert everything_of(model) == everything_of(whole)
+    assert_close(weights_of(model), weights_of(train()))
 
 
 def test_the_model_itself_starts_anew_once_it_is_done(directory):
