@@ -23,7 +23,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from keras_dist import errors, runtime
 from keras_dist.resume import tensor_file
@@ -214,6 +214,8 @@ def find_damage(generation: Generation, ranks: Iterable[int] | None = None) -> l
 class Writer:
     """Writes one generation in a thread, which starts at once."""
 
+    running: ClassVar["set[Writer]"] = set()  # in this process
+
     def __init__(
         self,
         directory: pathlib.Path,
@@ -232,7 +234,13 @@ class Writer:
         self._failure: OSError | None = None  # of the part or the manifest
         self._part_failure: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="keras_dist checkpoint")
+        self.running.add(self)
         self._thread.start()
+
+    @classmethod
+    def running_in(cls, directory: pathlib.Path) -> "list[Writer]":
+        """Returns the writers of a directory that have not ended."""
+        return [each for each in list(cls.running) if each._directory == directory]
 
     def wait_for_part(self) -> OSError | None:
         """Waits until the part of this rank is written; returns the failure, if it has failed."""
@@ -254,6 +262,12 @@ class Writer:
 
     def _run(self) -> None:
         """Writes; logs a failure that nobody asks for, as `fit` has raised for another reason."""
+        try:
+            self._write()
+        finally:
+            self.running.discard(self)
+
+    def _write(self) -> None:
         self._attempt(self._write_part)
         self._part_failure = self._failure
         self._written.set()

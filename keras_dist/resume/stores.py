@@ -18,6 +18,7 @@ from keras_dist.resume.read import Contents, newest, newest_of_all
 from keras_dist.resume.tensor_file import Tensor
 from keras_dist.resume.variables import Piece, Stage, pieces_of_rank, whole_tensors
 from keras_dist.storage.root_action import RetryPolicy, on_all, on_root
+from keras_dist.training.rank_exchanges import allgather_object
 from keras_dist.training.replicas import (
     average_accumulated,
     broadcast_state,
@@ -64,7 +65,8 @@ class Store:
 
     def find(self) -> bool:
         """Returns whether there is a generation to resume from."""
-        self.settle()  # a write of an earlier `fit`, which has raised
+        self.settle()
+        self._await_earlier()
         if not self._restores:
             self._contents = None
         elif self.by_all:
@@ -76,6 +78,15 @@ class Store:
         if self._contents is not None:
             self._previous = self._copies.number = number_of(self._contents.generation.path)
         return self._contents is not None
+
+    def _await_earlier(self) -> None:
+        """Waits for writes of an earlier `fit` of this process, which has raised."""
+        writers = Writer.running_in(self._directory)
+        failures = [writer.wait_for_part() for writer in writers]
+        have_failed = any(failure is not None for failure in failures)
+        everyone = allgather_object(have_failed, "the earlier checkpoints")
+        for writer in writers:
+            writer.finish(are_whole=not any(everyone))
 
     def _find(self, copy: pathlib.Path | None) -> Contents | None:
         found = newest(self._directory, copy)
