@@ -8,6 +8,8 @@ __all__ = ["runtime"]
 class Nothing:
     """In place of the functions of a backend."""
 
+    name = "nothing"
+
     def pin_device(*args: object) -> None: ...
     def gpu_number() -> None: ...  # type: ignore[misc]
     def limit_threads(*args: object, **kwargs: object) -> None: ...
