@@ -165,6 +165,22 @@ def test_error_while_importing_on_one_rank_stops_all(run_tests):
     assert re.search(r"\[rank 1 of 2\]\n(.*\n)*.*ImportError: not on this node", output), output
 
 
+def test_what_a_test_leaves_to_others_is_its_failure(run_tests):
+    status, output, _ = run_tests("""
+        import os
+
+        def test_leaves():
+            if rank == 1:
+                os.environ["KERAS_DIST_VERBOSE"] = "left"
+
+        def test_next():
+            assert (os.environ.pop("KERAS_DIST_VERBOSE", "") == "left") == (rank == 1)
+    """)
+    assert status != 0
+    assert "ERROR test_it.py::test_leaves" in output, output
+    assert "'KERAS_DIST_VERBOSE': 'left'" in output, output
+
+
 def test_rank_that_leaves_the_session_ends_the_job(run_tests):
     status, output, seconds = run_tests("""
         def test_leaves():
@@ -187,7 +203,9 @@ def test_rows_of_tables_and_differences_are_recorded(run_tests, tmp_path, monkey
 
         backend = types.SimpleNamespace(backend=lambda: "one of them")
         seed = types.SimpleNamespace(set_random_seed=lambda seed: None)
-        sys.modules["keras"] = types.SimpleNamespace(backend=backend, utils=seed)
+        policy = types.SimpleNamespace(name="float32")
+        config = types.SimpleNamespace(floatx=lambda: "float32", dtype_policy=lambda: policy)
+        sys.modules["keras"] = types.SimpleNamespace(backend=backend, utils=seed, config=config)
 
         @pytest.mark.parity("row of {what}")
         @pytest.mark.parametrize("what", ["one", "two"])
