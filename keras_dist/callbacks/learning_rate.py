@@ -94,7 +94,7 @@ class LearningRateScheduleCallback(SessionCallback):
                 "a LearningRateSchedule",
                 "Use either a schedule in the optimizer or this callback.",
             )
-        steps = self.steps_per_epoch or self.params.get("steps")
+        steps = self.steps_per_epoch or self.planned.get("steps")
         self._steps = steps or 1
         if steps is None and not self.staircase:
             raise errors.ArgumentError(

@@ -94,10 +94,11 @@ class MetricAverageCallback(SessionCallback):
     def _warn_once(self, model: keras.Model) -> None:
         """Warns of metrics whose results are not exact."""
         outermost = self.session.outermost
-        if self._warned is outermost or runtime.rank() != self.root_rank:
+        if self._warned is outermost:
             return
         self._warned = outermost
-        if found := unmergeable(model):
+        # On all ranks: functions that are tried may communicate.
+        if (found := unmergeable(model)) and runtime.rank() == self.root_rank:
             text = errors.explain(
                 runtime.where(),
                 "metrics whose states on the ranks can be merged",

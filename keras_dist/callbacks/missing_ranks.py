@@ -231,7 +231,7 @@ class GoOnWithoutLostRanks(SessionCallback):
             self._prints = True
             keras.utils.enable_interactive_logging()
             self._bar = keras.callbacks.ProgbarLogger()
-            self._bar.set_params({**self.params, "verbose": 2})
+            self._bar.set_params({**self.planned, "verbose": 2})
             self._bar.set_model(self.model)
         if self._bar is not None:
             self._bar.on_epoch_begin(epoch, logs)

@@ -88,7 +88,9 @@ class ResumingCallback(SessionCallback, KerasBackup):
             self._step = found["step"]
             self._resumed = ResumedEpoch(self.session, self._fit, self._random, found)
         elif found["stopped"]:
-            initial_epoch_from(self.model, end_at_once(found["epoch"], self.params["epochs"]))
+            initial_epoch_from(
+                self.model, end_at_once(found["epoch"], self.planned.get("epochs") or 0)
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Stores the epoch for generations within it."""

@@ -138,7 +138,7 @@ class RootOnly(SessionCallback):
     def _take_over(self, hook: str) -> None:
         """Starts the callback during training if this rank replaces a root that died."""
         self._has_begun = True
-        self.callback.set_params(self.params)
+        self.callback.set_params(self.planned)
         self.callback.set_model(self.model)
         if isinstance(self.callback, keras.callbacks.CSVLogger):
             self.callback.append = True  # keeps the rows of the previous root

@@ -93,7 +93,7 @@ class Throughput(SessionCallback):
         """Adds the values of all ranks to the logs."""
         self._stop()
         # With steps_per_execution, Keras passes the last step of a full execution.
-        steps = min(self._steps, (self.params or {}).get("steps") or self._steps)
+        steps = min(self._steps, self.planned.get("steps") or self._steps)
         mine = np.array([*self._counted, steps - self._resumed[1]], np.float64)
         comm = runtime.fit_communicator()
         samples, seconds, waited, steps = allreduce(comm, [mine], [SUMS])[0].tolist()
@@ -152,8 +152,8 @@ class ProgressCallback(SessionCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Records the numbers of epochs and steps, as far as Keras knows them."""
         noted = _engine.progress.progress()
-        planned = self._planned()
-        noted.step, noted.epochs, noted.steps = 0, planned.get("epochs"), planned.get("steps")
+        noted.step = 0
+        noted.epochs, noted.steps = self.planned.get("epochs"), self.planned.get("steps")
         self._counts = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -170,12 +170,9 @@ class ProgressCallback(SessionCallback):
         self._count()
         _engine.progress.progress().logs = dict(logs or {})
 
-    def _planned(self) -> dict[str, Any]:
-        return self.params or {}  # a list of callbacks in a loop may have none
-
     def _count(self) -> None:
         noted = _engine.progress.progress()
-        steps = self._planned().get("steps") or noted.step
+        steps = self.planned.get("steps") or noted.step
         if self._counts and steps:
             self._counts = False
             noted.samples_per_step = count_samples(self.model) / steps or None

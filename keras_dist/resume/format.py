@@ -214,7 +214,8 @@ def find_damage(generation: Generation, ranks: Iterable[int] | None = None) -> l
 class Writer:
     """Writes one generation in a thread, which starts at once."""
 
-    running: ClassVar["set[Writer]"] = set()  # in this process
+    running: ClassVar["list[Writer]"] = []  # in this process
+    newest_part: ClassVar[dict[pathlib.Path, int]] = {}  # its number, by directory
 
     def __init__(
         self,
@@ -234,13 +235,14 @@ class Writer:
         self._failure: OSError | None = None  # of the part or the manifest
         self._part_failure: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="keras_dist checkpoint")
-        self.running.add(self)
         self._thread.start()
+        Writer.running = [each for each in Writer.running if each._thread.is_alive()] + [self]
 
     @classmethod
     def running_in(cls, directory: pathlib.Path) -> "list[Writer]":
         """Returns the writers of a directory that have not ended."""
-        return [each for each in list(cls.running) if each._directory == directory]
+        found = [each for each in cls.running if each._directory == directory]
+        return [each for each in found if each._thread.is_alive()]
 
     def wait_for_part(self) -> OSError | None:
         """Waits until the part of this rank is written; returns the failure, if it has failed."""
@@ -262,12 +264,6 @@ class Writer:
 
     def _run(self) -> None:
         """Writes; logs a failure that nobody asks for, as `fit` has raised for another reason."""
-        try:
-            self._write()
-        finally:
-            self.running.discard(self)
-
-    def _write(self) -> None:
         self._attempt(self._write_part)
         self._part_failure = self._failure
         self._written.set()
@@ -289,6 +285,7 @@ class Writer:
 
     def _write_part(self) -> None:
         write_part(self._directory, self.number, *self._place, self._tensors)
+        self.newest_part[self._directory] = self.number
 
     def _commit(self) -> None:
         parts = self._wait_for_all(self._place[1])

@@ -82,11 +82,15 @@ class Store:
     def _await_earlier(self) -> None:
         """Waits for writes of an earlier `fit` of this process, which has raised."""
         writers = Writer.running_in(self._directory)
-        failures = [writer.wait_for_part() for writer in writers]
-        have_failed = any(failure is not None for failure in failures)
-        everyone = allgather_object(have_failed, "the earlier checkpoints")
         for writer in writers:
-            writer.finish(are_whole=not any(everyone))
+            writer.wait_for_part()
+        mine = Writer.newest_part.get(self._directory)
+        everyone = set(allgather_object(mine, "the earlier checkpoints"))
+        for writer in writers:
+            is_whole = not self.by_all or everyone == {writer.number}
+            failure = writer.finish(is_whole)
+            if failure is not None and self._is_root():
+                self._retry_policy.log(failure, f"to write a checkpoint in {self._directory}")
 
     def _find(self, copy: pathlib.Path | None) -> Contents | None:
         found = newest(self._directory, copy)

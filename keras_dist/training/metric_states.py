@@ -7,8 +7,10 @@ batches, apart from its state.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,6 +49,7 @@ JOINS: dict[_engine.ReduceOp, Callable[..., Any]] = {
     _engine.ReduceOp.MIN: np.min,
 }
 BATCHES, SAMPLES = 3, 4  # the number of batches, and of samples in each
+MOST_ELEMENTS = 2**18  # of a sample that a function is tried on
 SHIFTS = (0, -1000, 2, 1000)  # of a state after a reset
 ONE_NUMBER = "a function that returns one number for a batch, which is no mean over samples"
 AGGREGATIONS = {"mean": "mean", "only_first_replica": "first"}
@@ -152,10 +155,10 @@ def _states(metric: Any, declared_outside: Any) -> Iterator[MetricState]:
     rest = [variable for variable in own if hows[id(variable)] is None]
     if _is_of_keras(metric):
         found, reset = ["sum"] * len(rest), {}
-        function = function_of(metric)
+        function, _ = function_of(metric)
         if isinstance(function, keras.losses.Loss) and function.reduction == "sum":
-            # A step adds the sum over its samples and counts once: here on every rank.
-            found = ["first" if variable is metric.count else "sum" for variable in rest]
+            # A step adds the sum over its samples and counts once, though on every rank.
+            found = ["max" if variable is metric.count else "sum" for variable in rest]
     else:
         found = behaviours(metric, rest) if rest or declared is None else []
         reset = reset_values(metric)
@@ -218,43 +221,60 @@ def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[s
     return found
 
 
+# Whether a metric averages numbers of whole batches that are no means.
+_no_means: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+
+
 def _averages_no_means(metric: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Returns whether a metric averages numbers of whole batches that differ from those of parts.
 
     Such is the root of a mean square: its average over ranks is not that of their common batch.
     """
-    function = function_of(metric)
+    function, options = function_of(metric)
     if function is None or isinstance(function, keras.losses.Loss) or is_part_of_keras(function):
         return False
+    if DECLARED in vars(metric):
+        return False
+    if metric not in _no_means:
+        _no_means[metric] = _is_no_mean(functools.partial(function, **options), shapes)
+    return _no_means[metric]
+
+
+def _is_no_mean(function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> bool:
     half = SAMPLES // 2
     tried: list[bool] = []
     for targets, outputs in _targets_and_outputs(shapes):
         if tried and targets.shape != outputs.shape:
             break  # a class for each sample would be broadcast
         try:
-            numbers = [
+            whole, *parts = (
                 np.array(to_numpy(keras.ops.convert_to_tensor(function(targets[s], outputs[s]))))
                 for s in (slice(None), slice(half), slice(half, None))
-            ]
+            )
+        except errors.KerasDistError:  # it communicates, and the ranks differ
+            raise
         except Exception:  # of other people's code, for data that it was not made for
             continue
-        if numbers[0].ndim:
+        if whole.ndim:
             return False
-        whole, *parts = numbers
         tried.append(np.allclose(whole, np.mean(parts), rtol=1e-3, atol=1e-6, equal_nan=True))
     return not all(tried)
 
 
-def _targets_and_outputs(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Any, Any]]:
+def _targets_and_outputs(shapes: Iterable[tuple[int, ...]]) -> Iterator[tuple[Any, Any]]:
+    """Yields targets and outputs of a few samples: numbers, bits, and classes."""
     rng = np.random.default_rng(0)
+    small = [shape for shape in shapes if math.prod(shape) <= MOST_ELEMENTS]
     outputs = [
-        rng.random((SAMPLES, *shape), np.float32) for shape in dict.fromkeys([*shapes, (1,), (3,)])
+        rng.random((SAMPLES, *shape), np.float32) for shape in dict.fromkeys([*small, (1,), (3,)])
     ]
-    numbers = [(rng.normal(0, 3, each.shape).astype(np.float32), each) for each in outputs]
-    binary = [(rng.integers(0, 2, each.shape).astype(np.float32), each) for each in outputs]
-    classes = [(rng.integers(0, 2, SAMPLES), each) for each in outputs]
-    for pair in [*numbers, *binary, *classes]:
-        yield tuple(map(keras.ops.convert_to_tensor, pair))
+    for draw in (
+        lambda like: rng.normal(0, 3, like.shape).astype(np.float32),
+        lambda like: rng.integers(0, 2, like.shape).astype(np.float32),
+        lambda like: rng.integers(0, 2, len(like)),
+    ):
+        for each in outputs:
+            yield keras.ops.convert_to_tensor(draw(each)), keras.ops.convert_to_tensor(each)
 
 
 def _output_shapes(model: keras.Model) -> list[tuple[int, ...]]:

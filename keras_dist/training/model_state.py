@@ -104,18 +104,21 @@ def accumulated(model: keras.Model) -> list[Any]:
 
     Without those of local variables, and of Adasum, whose update is not that of an average.
     """
-    optimizers = optimizers_of(model)
-    local = _with_slots(optimizers, local_variables(model))
-    waiting = [each for each in optimizers if _is_between_updates(each)]
-    return [v for v in accumulators(waiting) if id(v) not in local and slice_of(v) is None]
+    local = _with_slots(optimizers_of(model), local_variables(model))
+    waiting = {
+        id(each): each
+        for family in families(model)
+        if not any(map(_uses_adasum, family))
+        for each in family
+        if int(optimizer_state.batches_seen(each)) % (each.gradient_accumulation_steps or 1)
+    }
+    found = accumulators(waiting.values())
+    return [v for v in found if id(v) not in local and slice_of(v) is None]
 
 
-def _is_between_updates(optimizer: Any) -> bool:
+def _uses_adasum(optimizer: Any) -> bool:
     reduction = getattr(optimizer, "_keras_dist", None)
-    if reduction is not None and reduction.options.op is _engine.ReduceOp.ADASUM:
-        return False
-    passes = optimizer.gradient_accumulation_steps or 1
-    return int(optimizer_state.batches_seen(optimizer)) % passes > 0
+    return reduction is not None and reduction.options.op is _engine.ReduceOp.ADASUM
 
 
 def keep_local(model: keras.Model, variables: Iterable[Any]) -> None:

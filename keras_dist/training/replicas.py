@@ -122,7 +122,7 @@ def restore_accumulated(model: keras.Model, root_rank: int, are_saved: bool) -> 
     for variable in accumulators(optimizers_of(model)):
         if id(variable) not in known:
             variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
-    if kept:
+    if kept and runtime.is_initialized():  # otherwise this process has read them alone
         broadcast_variables(runtime.fit_communicator(), kept, root_rank)
 
 

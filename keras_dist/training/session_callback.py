@@ -40,6 +40,12 @@ class SessionCallback(Member, keras.callbacks.Callback):
         """The running call of a method of the model."""
         return session_of(model_of(self))
 
+    @property
+    def planned(self) -> dict[str, Any]:
+        """What `fit` says of its epochs and steps; a list of callbacks in a loop may not."""
+        found: dict[str, Any] | None = self.params
+        return found or {}
+
     def train_within(self, process_set: ProcessSet) -> None:
         """Makes a process set the ranks of the fit; its first rank is the root in place of 0."""
         if self.acts_on_job:

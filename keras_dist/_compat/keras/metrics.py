@@ -32,21 +32,23 @@ def samples_weighted(loss: Any) -> Any:
     return loss.count if isinstance(loss, keras.metrics.Mean) else None
 
 
-def function_of(metric: Any) -> Any:
-    """Returns the function whose values a metric averages; `None` for other metrics."""
-    return metric._fn if isinstance(metric, keras.metrics.MeanMetricWrapper) else None
+def function_of(metric: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the function whose values a metric averages, or `None`, and its further arguments."""
+    is_wrapper = isinstance(metric, keras.metrics.MeanMetricWrapper)
+    return (metric._fn, metric._fn_kwargs) if is_wrapper else (None, {})
 
 
 METRIC = Owner("keras:metrics.Metric")
+WRAPPER = Owner("keras:metrics.MeanMetricWrapper")
+TRIED = "to try the function of a metric", "metrics that are not exact would not be named"
 MERGED = "to merge the states of the ranks", "metrics of an epoch would not be exact"
 
 CONTRACT = (
     Owner("keras:Model").attribute("_compile_metrics", *MERGED),
     METRIC.attribute("_metrics", *MERGED),
     METRIC.attribute("_variables", *MERGED),
-    Owner("keras:metrics.MeanMetricWrapper").attribute(
-        "_fn", "to try the function of a metric", "metrics that are not exact would not be named"
-    ),
+    WRAPPER.attribute("_fn", *TRIED),
+    WRAPPER.attribute("_fn_kwargs", *TRIED),
     Owner("keras:metrics.Mean").attribute(
         "count", "to count the samples of an epoch", "the logs would lack the throughput"
     ),

@@ -37,7 +37,7 @@ class FusedAllgather:
     the same length, see `CUT_NBYTES`.
 
     On one node a rank writes its slice into shared memory and reads the others in place: one
-    rendezvous and no copy. Rows of results are used as those of `bucket_reduction`.
+    rendezvous, a barrier and no copy. Rows of results are used as those of `bucket_reduction`.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class FusedAllgather:
         """Gathers the list. Collective: every rank; blocks.
 
         Returns:
-            The whole arrays, in their shapes. They may be read in place until the second following
-            call.
+            The whole arrays, in their shapes. Their memory is not written while they are in use.
         """
         if (comm := self._ranks()) is not self._comm:
             self._connect(comm)
@@ -179,14 +178,13 @@ class _Shared(_Messages):
 
     def take(self) -> np.ndarray:
         row = self._rows.advance()
-        lent = self._rows.lend(self.bucket.count, self.bucket.dtype)
-        if lent is not None:
-            return lent
-        copied = self._memory.take()
-        np.copyto(copied, self._whole[row])
-        if self._rows.is_crowded:
-            self._node.barrier(READ)
-        return copied
+        whole = self._rows.lend(self.bucket.count, self.bucket.dtype)
+        if whole is None:
+            whole = self._memory.take()
+            np.copyto(whole, self._whole[row])
+        # No rank announces the next call before all have chosen its row, and have copied this one.
+        self._node.barrier(READ)
+        return whole
 
 
 def allgather(

@@ -38,7 +38,7 @@ def started():
     hvd.init()
 
 
-@pytest.fixture(scope="module", params=["all ranks", "a process set"])
+@pytest.fixture(params=["all ranks", "a process set"])
 def process_set(request):
     """All ranks, or all but the first: a rank is not its place in the set."""
     if request.param == "all ranks":

@@ -71,10 +71,16 @@ def test_the_package_in_place_of_its_list_is_refused():
         distributed().fit(*make_data(4), verbose=0, callbacks=[keras_dist.callbacks])
 
 
-def test_a_list_without_parameters_takes_part_in_a_loop():
+def test_a_list_without_parameters_takes_part_in_a_loop(shared_tmp_path):
     model = distributed()
     model.train_on_batch(*make_data(4, seed=keras_dist.rank()))
-    callbacks = keras.callbacks.CallbackList(keras_dist.callbacks(), model=model)
+    further = (
+        keras_dist.callbacks.Throughput(),
+        keras_dist.callbacks.ModelCheckpoint(str(shared_tmp_path / "model.keras")),
+    )
+    warmup = keras_dist.callbacks.LearningRateWarmupCallback(0.1, 1, steps_per_epoch=1)
+    listed = keras_dist.callbacks(*further, warmup)
+    callbacks = keras.callbacks.CallbackList(listed, model=model)
     callbacks.on_train_begin()
     for epoch in range(2):
         callbacks.on_epoch_begin(epoch)

@@ -461,7 +461,6 @@ def largest_difference(y_true, y_pred):
     return ops.max(ops.abs(y_true - y_pred), axis=-1)
 
 
-@pytest.mark.parity("a function that returns one number for a batch is named, unless it is a mean")
 def test_a_function_of_a_whole_batch_is_named():
     model = compiled([root_mean_square, mean_difference, largest_difference, "mse"])
     y = np.full((4, CLASSES), 1.0 + keras_dist.rank(), "float32")
@@ -475,7 +474,38 @@ def test_a_function_of_a_whole_batch_is_named():
         assert not any(name in text for name in ("mean_difference", "largest_difference", "mse"))
 
 
-@pytest.mark.parity("losses with the reduction `sum` are exact metrics")
+def test_a_function_that_communicates_is_tried_on_all_ranks():
+    def everywhere(y_true, y_pred):
+        mine = np.mean((ops.convert_to_numpy(y_true) - ops.convert_to_numpy(y_pred)) ** 2)
+        return ops.sqrt(keras_dist.allreduce(np.array([mine], "float32"), name="square")[0])
+
+    y = np.full((4, CLASSES), 1.0 + keras_dist.rank(), "float32")
+    model = compiled([everywhere], run_eagerly=True)
+    if BACKEND == "jax":
+        pytest.skip("Keras on JAX traces metrics")
+    found = model.evaluate(
+        y, 0 * y, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()]
+    )
+    squares = [(1.0 + rank) ** 2 for rank in range(keras_dist.size())]
+    assert found["everywhere"] == pytest.approx(np.sqrt(np.mean(squares)))
+
+
+def test_a_function_with_arguments_is_named_unless_it_is_declared():
+    def power_mean(y_true, y_pred, power):
+        return ops.mean(ops.abs(y_true - y_pred) ** power) ** (1 / power)
+
+    wrapped = keras.metrics.MeanMetricWrapper(power_mean, "wrapped", power=3)
+    declared = keras.metrics.MeanMetricWrapper(power_mean, "declared", power=3)
+    model = compiled([wrapped, keras_dist.metrics.merge(declared, "mean")])
+    y = np.full((4, CLASSES), 1.0 + keras_dist.rank(), "float32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.evaluate(y, 0 * y, verbose=0, callbacks=[MetricAverageCallback()])
+    texts = [str(one.message) for one in caught if one.category is RuntimeWarning]
+    assert len(texts) == (keras_dist.size() > 1 and keras_dist.rank() == 0)
+    assert all("wrapped (a function" in text and "declared" not in text for text in texts)
+
+
 def test_a_loss_that_sums_is_an_exact_metric():
     x = np.random.default_rng(0).random((4 * keras_dist.size(), CLASSES), "float32")
     expected = compiled([keras.losses.MeanSquaredError("sum")]).evaluate(

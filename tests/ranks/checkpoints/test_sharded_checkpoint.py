@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import keras
 import numpy as np
@@ -174,6 +175,21 @@ def test_a_failed_write_is_named_once_and_training_goes_on(rank, directory, monk
     keras_dist.barrier()
     names = [path.name for path in directory.iterdir() if path.is_dir()]
     assert sorted(names) == ["00000001", "00000002", "00000003"]  # the number is free again
+
+
+def test_a_fit_waits_for_the_checkpoint_of_one_that_has_raised(directory, monkeypatch):
+    write = os.write
+
+    def write_slowly(handle, data):
+        if threading.current_thread().name == "keras_dist checkpoint":
+            time.sleep(0.1)
+        return write(handle, data)
+
+    if keras_dist.rank() == keras_dist.size() - 1:
+        monkeypatch.setattr(os, "write", write_slowly)
+    with pytest.raises(Interrupted):
+        fit(make(), ShardedCheckpoint(directory), Interrupt(2), epochs=3)
+    assert fit(make(), ShardedCheckpoint(directory), epochs=3) == [2]
 
 
 def test_a_failure_after_the_manifest_loses_nothing(directory, monkeypatch, caplog):
