@@ -91,11 +91,12 @@ def _top(options: argparse.Namespace) -> int:
         )
         return NONE_FOUND
     jobs = [job for job, _ in found]
-    if options.once or not (options.web or options.json or sys.stdout.isatty()):
+    is_shown_once = options.once or not (options.json or sys.stdout.isatty())
+    if is_shown_once and not options.web:
         _show(jobs, options.json)
         return 0
     watched = _Watched(found)
-    while options.json and watched.live():
+    while options.json and not options.web and watched.live():
         _show(watched.jobs(), as_json=True)
         time.sleep(1)
     with contextlib.suppress(KeyboardInterrupt):
