@@ -33,8 +33,9 @@ class MetricAverageCallback(SessionCallback):
     States that are sums, maxima or minima over samples are recognized, in metrics of your own as
     well; boolean states are combined by "or". `keras_dist.metrics.merge` declares other ways. The
     results of a metric that cannot be merged are averaged; the root names it in a warning, once per
-    `fit` or `evaluate`. So is a function that returns one number for a batch, such as the root of a
-    mean. If that is a mean over samples, it is exact where ranks have equal batches.
+    `fit` or `evaluate`. A function that returns one number for a batch, such as the root of a mean,
+    is averaged and named as well. The mean over the samples of a batch is not named: it is exact if
+    the batches of all ranks have the same size.
 
     Values that a custom `train_step` returns in addition to the model's metrics, also in nested
     dicts, are averaged: numbers over the ranks that have them, arrays if they have one shape. A

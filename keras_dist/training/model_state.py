@@ -93,10 +93,12 @@ def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     ]
 
 
-def clear_accumulators(optimizers: Iterable[Any]) -> None:
+def clear_accumulators(optimizers: Iterable[Any], besides: Iterable[Any] = ()) -> None:
     """Clears accumulated gradients: those of another rank, or step, must not be applied."""
+    kept = {id(variable) for variable in besides}
     for accumulator in accumulators(optimizers):
-        accumulator.assign(keras.ops.zeros(accumulator.shape, accumulator.dtype))
+        if id(accumulator) not in kept:
+            accumulator.assign(keras.ops.zeros(accumulator.shape, accumulator.dtype))
 
 
 def accumulated(model: keras.Model) -> list[Any]:

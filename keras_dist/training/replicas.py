@@ -19,8 +19,8 @@ from keras_dist.training import built_optimizers, layer_state, sharded_state
 from keras_dist.training.layer_state import DIGEST_NBYTES
 from keras_dist.training.model_state import (
     accumulated,
-    accumulators,
     bytes_of,
+    clear_accumulators,
     host_array,
     optimizers_of,
     shared_state,
@@ -118,10 +118,7 @@ def restore_accumulated(model: keras.Model, root_rank: int, are_saved: bool) -> 
     All others are cleared: those of another rank must not be applied. Collective; blocks.
     """
     kept = accumulated(model) if are_saved else []
-    known = {id(variable) for variable in kept}
-    for variable in accumulators(optimizers_of(model)):
-        if id(variable) not in known:
-            variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
+    clear_accumulators(optimizers_of(model), besides=kept)
     if kept and runtime.is_initialized():  # otherwise this process has read them alone
         broadcast_variables(runtime.fit_communicator(), kept, root_rank)
 

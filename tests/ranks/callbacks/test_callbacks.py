@@ -90,6 +90,10 @@ def test_a_list_without_parameters_takes_part_in_a_loop(shared_tmp_path):
         callbacks.on_epoch_end(epoch, logs)
     callbacks.on_train_end()
     keras_dist.verify_replicas(model)
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert int(model.optimizer.iterations) == 3
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+    assert (shared_tmp_path / "model.keras").exists()
 
 
 def test_a_warmup_needs_a_rate():

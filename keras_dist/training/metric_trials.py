@@ -1,0 +1,221 @@
+"""What a metric of a user does with a few small batches, tried apart from its state."""
+
+import functools
+import inspect
+import itertools
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_dist import errors
+from keras_dist._compat.keras.callbacks import is_part_of_keras
+from keras_dist._compat.keras.metrics import function_of
+from keras_dist.training.model_state import to_numpy
+
+BATCHES, SAMPLES = 3, 4  # the number of batches, and of samples in each
+MOST_ELEMENTS = 2**18  # of a sample that a function is tried on
+SHIFTS = (0, -1000, 2, 1000)  # of a state after a reset
+
+
+class UnmergeableMetric(Exception):
+    """The states of a metric cannot be merged; the message is the reason, as a phrase."""
+
+
+def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[str]:
+    """Returns for each variable whether it is a `"sum"`, a `"max"` or a `"min"` over samples."""
+    twin = _twin(metric, {})
+    before = _twin(twin, {})
+    reset = list(reset_values(twin).values())
+    start = [np.where(np.isfinite(value), value, 0).astype(value.dtype) for value in reset]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs = (batch for batch in _batches(metric) if _updated(twin, start, batch) is not None)
+        batches = list(itertools.islice(runs, BATCHES))
+        found = [_behaviour(twin, start, reset, batches, variable) for variable in variables]
+    if not _same(before, twin, set()):
+        raise UnmergeableMetric("state outside of its variables")
+    return found
+
+
+# Whether a metric averages numbers of whole batches that are no means.
+_no_means: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+
+
+def averages_no_means(metric: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Returns whether a metric averages numbers of whole batches that differ from those of parts.
+
+    Such is the root of a mean square: its average over ranks is not that of their common batch.
+    """
+    function, options = function_of(metric)
+    if function is None or isinstance(function, keras.losses.Loss) or is_part_of_keras(function):
+        return False
+    if metric not in _no_means:
+        _no_means[metric] = _is_no_mean(functools.partial(function, **options), shapes)
+    return _no_means[metric]
+
+
+def _is_no_mean(function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> bool:
+    half = SAMPLES // 2
+    tried: list[bool] = []
+    for targets, outputs in _targets_and_outputs(shapes):
+        if tried and targets.shape != outputs.shape:
+            break  # a class for each sample would be broadcast
+        try:
+            whole, *parts = (
+                np.array(to_numpy(keras.ops.convert_to_tensor(function(targets[s], outputs[s]))))
+                for s in (slice(None), slice(half), slice(half, None))
+            )
+        except errors.KerasDistError:  # it communicates, and the ranks differ
+            raise
+        except Exception:  # of other people's code, for data that it was not made for
+            continue
+        if whole.ndim:
+            return False
+        tried.append(np.allclose(whole, np.mean(parts), rtol=1e-3, atol=1e-6, equal_nan=True))
+    return not all(tried)
+
+
+def _targets_and_outputs(shapes: Iterable[tuple[int, ...]]) -> Iterator[tuple[Any, Any]]:
+    """Yields targets and outputs of a few samples: numbers, bits, and classes."""
+    rng = np.random.default_rng(0)
+    small = [shape for shape in shapes if math.prod(shape) <= MOST_ELEMENTS]
+    outputs = [
+        rng.random((SAMPLES, *shape), np.float32) for shape in dict.fromkeys([*small, (1,), (3,)])
+    ]
+    for draw in (
+        lambda like: rng.normal(0, 3, like.shape).astype(np.float32),
+        lambda like: rng.integers(0, 2, like.shape).astype(np.float32),
+        lambda like: rng.integers(0, 2, len(like)),
+    ):
+        for each in outputs:
+            yield keras.ops.convert_to_tensor(draw(each)), keras.ops.convert_to_tensor(each)
+
+
+def reset_values(metric: keras.metrics.Metric) -> dict[int, np.ndarray]:
+    """Returns what `reset_state` would set each variable to, by its id; 0 if it does not set it."""
+    zeros = [(v, keras.ops.zeros(v.shape, v.dtype)) for v in metric.variables]
+    try:
+        with keras.StatelessScope(state_mapping=zeros) as scope:
+            _twin(metric, {}).reset_state()
+    except Exception as error:  # of other people's code
+        raise UnmergeableMetric(f"a reset_state that could not be tried: {error}") from error
+    return {id(v): np.array(to_numpy(scope.get_current_value(v))) for v, _ in zeros}
+
+
+def _behaviour(
+    twin: Any, start: list[np.ndarray], reset: list[np.ndarray], batches: list[Any], variable: Any
+) -> str:
+    place = next(index for index, other in enumerate(twin.variables) if other is variable)
+    if not batches:
+        raise UnmergeableMetric(f"{variable.name}, which could not be tried")
+    common = set.intersection(*(_fitting(twin, start, place, batch) for batch in batches))
+    if len(common) == 1:
+        return common.pop()
+    if common and np.isfinite(reset[place]).all():
+        return "sum"  # no batch changes it
+    raise UnmergeableMetric(f"{variable.name}, which is no sum, maximum or minimum")
+
+
+def _fitting(twin: Any, start: list[np.ndarray], place: int, batch: Any) -> set[str]:
+    """Returns the behaviours that fit what a batch does to a variable."""
+    befores, afters, others = [], [], []
+    for shift in SHIFTS:
+        state = list(start)
+        state[place] = (start[place] + shift).astype(start[place].dtype)
+        result = _updated(twin, state, batch)
+        if result is None:
+            return set()
+        befores.append(state[place])
+        afters.append(result.pop(place))
+        others.append(result)
+    if not all(_close(a, b) for other in others for a, b in zip(others[0], other, strict=True)):
+        return set()  # other variables depend on this one
+    change = afters[0] - befores[0]
+    lowest, highest = afters[1], afters[-1]
+    pairs = list(zip(befores, afters, strict=True))
+    fits = {
+        "sum": all(_close(after, before + change) for before, after in pairs),
+        "max": all(_close(after, np.maximum(before, lowest)) for before, after in pairs),
+        "min": all(_close(after, np.minimum(before, highest)) for before, after in pairs),
+    }
+    return {name for name, fit in fits.items() if fit}
+
+
+def _updated(twin: Any, state: list[np.ndarray], batch: Any) -> list[np.ndarray] | None:
+    """Returns the state after a batch; `None` if the metric does not accept the batch."""
+    try:
+        tensors = [
+            keras.ops.convert_to_tensor(value.copy(), variable.dtype)
+            for value, variable in zip(state, twin.variables, strict=True)
+        ]
+        found = twin.stateless_update_state(tensors, *batch)
+        return [np.array(to_numpy(value)) for value in found]
+    except Exception:  # of other people's code, for data that it was not made for
+        return None
+
+
+def _batches(metric: keras.metrics.Metric) -> Iterator[tuple[Any, ...]]:
+    """Returns batches for `update_state`: targets and predictions, or values."""
+    parameters = inspect.signature(metric.update_state).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
+    rng = np.random.default_rng(0)
+    # A state for each class has the shape of the predictions of a sample.
+    for width in dict.fromkeys([*(v.shape[-1] for v in metric.variables if len(v.shape)), 1, 3]):
+        shape = (SAMPLES, width)
+        inputs = [rng.random(shape, np.float32) for _ in needed[1:]]
+        for first in (
+            rng.normal(0, 3, shape).astype(np.float32),
+            rng.integers(0, 2, shape).astype(np.float32),
+            rng.integers(0, 2, SAMPLES),
+        ):
+            yield tuple(keras.ops.convert_to_tensor(value) for value in (first, *inputs))
+
+
+def _close(found: np.ndarray, expected: np.ndarray) -> bool:
+    if found.dtype.kind in "biu":
+        return np.array_equal(found, expected)
+    tolerance = 2.0 * {2: 2**-7, 4: 2**-23, 8: 2**-52}[found.itemsize]
+    a, b = found.astype(np.float64), expected.astype(np.float64)
+    return np.allclose(a, b, rtol=tolerance, atol=max(SHIFTS) * tolerance, equal_nan=True)
+
+
+def _twin(value: Any, made: dict[int, Any]) -> Any:
+    """Copies metrics, collections and arrays at any depth, and shares variables and all others."""
+    if isinstance(value, keras.metrics.Metric):
+        if id(value) not in made:
+            made[id(value)] = object.__new__(type(value))
+            vars(made[id(value)]).update(
+                {name: _twin(inner, made) for name, inner in vars(value).items()}
+            )
+        return made[id(value)]
+    if isinstance(value, dict):
+        return {key: _twin(inner, made) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_twin(inner, made) for inner in value]
+    if isinstance(value, set):
+        return set(value)
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _same(a: Any, b: Any, seen: set[int]) -> bool:
+    """Returns whether two twins are equal."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, keras.metrics.Metric):
+        if id(a) in seen:
+            return True
+        seen.add(id(a))
+        a, b = vars(a), vars(b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key], seen) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(lambda x, y: _same(x, y, seen), a, b))
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    return a is b or (isinstance(a, int | float | str | set) and a == b)
