@@ -8,6 +8,9 @@ from keras_dist._engine import memory as result_memory
 from keras_dist._engine.memory import ResultMemory, ResultPool
 
 FLOAT = np.dtype(np.float32)
+# A thread that reads the stacks of others at the moment, such as a watchdog that another test has
+# left, holds the result of a call: frames refer to their variables.
+TRIES = 5
 
 
 def address(array):
@@ -16,8 +19,7 @@ def address(array):
 
 def test_memory_is_used_again_after_the_result_is_dropped():
     memory = ResultMemory(1000, FLOAT)
-    first = address(memory.take())
-    assert address(memory.take()) == first
+    assert any(address(memory.take()) == address(memory.take()) for _ in range(TRIES))
 
 
 @pytest.mark.parametrize(
@@ -65,12 +67,16 @@ def test_results_that_are_held_have_memory_of_their_own():
 
 
 def test_results_in_turn_use_the_same_memory():
-    pool, seen = ResultPool(), set()
-    first, second = pool.take(5000), pool.take(4999)
-    for _ in range(10):
-        first, second = pool.take(5000), first
-        seen.add(address(first))
-    assert len(seen) <= 3 and second is not None
+    def places():
+        pool, seen = ResultPool(), set()
+        first, second = pool.take(5000), pool.take(4999)
+        for _ in range(10):
+            first, second = pool.take(5000), first
+            seen.add(address(first))
+        assert second is not None
+        return len(seen)
+
+    assert min(places() for _ in range(TRIES)) <= 3
 
 
 @pytest.mark.parametrize("limit", [3 * 4096, 0])
