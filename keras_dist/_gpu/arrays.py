@@ -185,8 +185,10 @@ class Half:
 
     def __del__(self) -> None:
         # The GPU may still copy from and to the memory, which others get next.
-        with contextlib.suppress(Exception):  # of work that has failed
+        try:
             self.wait()
+        except Exception:  # of work that has failed
+            return  # `contextlib.suppress` is gone when Python ends
 
     def wait(self) -> None:
         """Waits for the copies into and out of this memory, also of work that was given up."""

@@ -21,6 +21,8 @@ from keras_dist.launch.cli.job import end_with_parent, kill_children
 
 START_SECONDS = 5.0  # after the start of the job, which needs the cores itself
 END_SECONDS = 2.0
+POLL_SECONDS = 1.0
+STARTS = 2
 
 
 @dataclasses.dataclass
@@ -103,21 +105,31 @@ class Standby:
         self._server.close()
 
     def _keep(self, start: _Start) -> None:
-        """Starts the processes, which end with the thread that has started them."""
-        if start.over.wait(START_SECONDS):
-            return
-        at = len(start.command) - self._place
-        with self._lock, contextlib.suppress(OSError):
-            if self._next is start:
-                start.process = subprocess.Popen(
-                    [*start.command[:at], *self._words, *start.command[at:]],
-                    # Otherwise a step of Slurm waits for the cores of the job.
-                    env={**start.environment, "SLURM_OVERLAP": "1"},
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    preexec_fn=end_with_parent,
-                )
+        """Starts the processes, which end with the thread that has started them.
+
+        On a loaded host mpiexec may fail to start; it is then started once more.
+        """
+        for _ in range(STARTS):
+            if start.over.wait(START_SECONDS):
+                return
+            with self._lock, contextlib.suppress(OSError):
+                if self._next is start:
+                    start.process = self._started(start)
+            while start.process is None or start.process.poll() is None or start.channels:
+                if start.over.wait(POLL_SECONDS):
+                    return
         start.over.wait()
+
+    def _started(self, start: _Start) -> "subprocess.Popen[bytes]":
+        at = len(start.command) - self._place
+        return subprocess.Popen(
+            [*start.command[:at], *self._words, *start.command[at:]],
+            # Otherwise a step of Slurm waits for the cores of the job.
+            env={**start.environment, "SLURM_OVERLAP": "1"},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
 
     def _accept(self) -> None:
         while True:

@@ -14,7 +14,11 @@ from keras_dist.launch.cli import command, standby
 HERE = str(Path(__file__))
 # A rank that stands by: it prints what it is told, or ends with the connection.
 RANK = """
-import os, sys
+import os, pathlib, sys
+fails = pathlib.Path(os.environ.get("FAILS_ONCE", "/no such file"))
+if fails.exists():
+    fails.unlink()
+    sys.exit("The MPI library cannot start.")
 from keras_dist.launch.channel import Channel, connected
 token, address, *others = os.environ["KERAS_DIST_STANDBY_SERVER"].split("@")
 channel = Channel(connected(address, 5))
@@ -32,8 +36,8 @@ def ready(monkeypatch):
     monkeypatch.setattr(standby, "START_SECONDS", 0.0)
     opened = []
 
-    def make(size=1, hosts=None):
-        environment = {**os.environ, "KERAS_DIST_RESTART": "0"}
+    def make(size=1, hosts=None, **variables):
+        environment = {**os.environ, "KERAS_DIST_RESTART": "0", **variables}
         context = standby.standing_by(environment, hosts, 1, 2)
         opened.append(context)
         made = context.__enter__()
@@ -58,6 +62,15 @@ def test_a_restart_is_the_process_that_stands_by(ready, capfd, hosts):
     assert process.wait(10) == 0
     words = ["1", "--standby", "2", "train.py"]
     assert capfd.readouterr().out == f"{words} {{'environment': {{'NEW': '1'}}}}\n"
+
+
+def test_processes_that_fail_to_start_are_started_again(ready, monkeypatch, tmp_path):
+    monkeypatch.setattr(standby, "POLL_SECONDS", 0.01)
+    fails = tmp_path / "fails"
+    fails.touch()
+    made, command, environment = ready(FAILS_ONCE=str(fails))
+    assert not fails.exists()
+    assert made.take(command, environment).wait(10) == 0
 
 
 @pytest.mark.parametrize("case", ["another command", "a rank is missing", "none is started"])
