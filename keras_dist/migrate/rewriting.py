@@ -162,6 +162,9 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         name = get_full_name_for_node(node.func) or ""
         holder, _, function = name.rpartition(".")
         args = list(updated.args)
+        if function == "broadcast_variables":
+            # Of an optimizer they were a method in Keras 2, and are a property in Keras 3.
+            args = [_without_call(arg) for arg in args]
         if (removed := REMOVED_ARGUMENTS.get(function)) and holder:
             args = [arg for arg in args if not _is_named(arg, removed)]
         if function in ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"):
@@ -247,6 +250,14 @@ def _attributes(node: cst.CSTNode) -> Sequence[Any]:
 
 def _is_named(arg: cst.Arg, name: str) -> bool:
     return arg.keyword is not None and arg.keyword.value == name
+
+
+def _without_call(arg: cst.Arg) -> cst.Arg:
+    """Turns `optimizer.variables()` into `optimizer.variables`."""
+    call, variables = arg.value, m.Attribute(attr=m.Name("variables"))
+    if isinstance(call, cst.Call) and not call.args and m.matches(call.func, variables):
+        return arg.with_changes(value=call.func)
+    return arg
 
 
 def _as_op(arg: cst.Arg, holder: cst.BaseExpression) -> cst.Arg:

@@ -132,6 +132,10 @@ def test_a_script_for_keras(migrate):
             "from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization",
             "from keras_dist.tensorflow import SyncBatchNormalization",
         ),
+        (
+            "import horovod.tensorflow as hvd\nhvd.broadcast_variables(opt.variables(), 0)",
+            "import keras_dist.tensorflow as hvd\nhvd.broadcast_variables(opt.variables, 0)",
+        ),
         ("import torch\r\nimport horovod.keras\r\n", "import torch\r\nimport keras_dist\r\n"),
         (
             "import horovod.torch as hvd\ntorch.cuda.set_device(hvd.local_rank())",
