@@ -28,7 +28,7 @@ def time_graph(rounds):
     import tensorflow as tf
 
     from keras_dist import _engine, runtime
-    from keras_dist.ops import bucket_size, reduction_options
+    from keras_dist.ops import gradient_plans, reduction_options
     from keras_dist.training import gradient_reduction
 
     random = np.random.default_rng(runtime.rank())
@@ -52,7 +52,7 @@ def time_graph(rounds):
         [str(number) for number in range(len(arrays))],
         [(array.shape, array.dtype) for array in arrays],
         _engine.OpOptions(),
-        _engine.BucketOptions(bucket_size.bucket_nbytes(runtime.communicator()), lend=True),
+        _engine.BucketOptions(gradient_plans.bucket_nbytes(), lend=True),
     )
     fused = _engine.FusedAllreduce(*plan)
     fused(arrays)

@@ -106,8 +106,7 @@ VARIABLES = (
         _integer,
         "0",
         "Size of a gradient bucket in bytes; the last tensor of a bucket may exceed it. 0: 4 MiB "
-        "if gradients are reduced while others are computed; otherwise 25 MiB, or a size measured "
-        "on these ranks when the gradients exceed 25 MiB.",
+        "if gradients are reduced while others are computed; otherwise 25 MiB.",
         "a whole number of bytes, 1 or more, or 0",
     ),
     Variable(

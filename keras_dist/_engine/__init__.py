@@ -29,7 +29,6 @@ from keras_dist._engine.signature import (
     OpOptions,
     entries_of,
 )
-from keras_dist._engine.tuning import best_bucket_nbytes
 
 __all__ = [
     "BucketOptions",
@@ -52,7 +51,6 @@ __all__ = [
     "ReduceOp",
     "Retry",
     "UnlikeGradients",
-    "best_bucket_nbytes",
     "clock_offset",
     "collectives",
     "entries_of",

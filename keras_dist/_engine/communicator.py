@@ -74,7 +74,6 @@ class Communicator:
         results: memory of their results that is used again.
         idle_memory: shared memory of gradients that are no longer reduced.
         row_memory: memory of the rows of sparse reductions.
-        bucket_nbytes: bucket size in bytes, once it has been measured.
         fewest_cores: number of cores of the rank that has fewest.
         subsets: number of process sets of the job.
         gpus: the GPUs of the ranks of the job; `gpu_options` and `gpu_path` say how they are used.
@@ -110,7 +109,6 @@ class Communicator:
         self._forget_calls()
         self.idle_memory = IdleMemory()
         self.row_memory = RowMemory()
-        self.bucket_nbytes: int | None = None
         self.fewest_cores = 1
         self.subsets = 0
         self.gpus: Sequence[Any] = ()

@@ -1,15 +1,17 @@
 """Plans of gradient reductions: the assignment of gradients to buckets."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from keras_dist import _engine, config
-from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.reduction_options import ReductionOptions
 
+USUAL_BUCKET_NBYTES = 25 * 2**20
+ONE_BUCKET_NBYTES = 2**62  # for all gradients
+# On the host, with overlap, what is left when backpropagation ends is about a bucket.
+OVERLAPPED_BUCKET_NBYTES = 4 * 2**20
 # The first bucket is small: its reduction starts when the first gradients are ready.
 FIRST_NBYTES = 2**20
 SAME_MODEL = "Build the same model, with the same optimizer, on every rank."
@@ -33,8 +35,6 @@ class GradientPlans:
     ) -> _engine.FusedAllreduce:
         """Returns the plan for some gradients.
 
-        Collective at the first call for the same gradients, as `bucket_nbytes` is.
-
         Args:
             specs: shape and dtype of each gradient.
             brought: which gradients these are; ranks that differ in it may adapt. Defaults to
@@ -48,7 +48,6 @@ class GradientPlans:
                 plan.release()
                 if not plan.is_in_graph:
                     del self._plans[old]
-            nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
             op, prescale, postscale = self._options.scaling(comm.size)
             what = "the reduction of gradients"
             if self._options.shard_state:
@@ -60,13 +59,10 @@ class GradientPlans:
                 compression=self._options.compression,
                 gradients=brought,
             )
-            gradients = options.signature(
-                what, entries=_engine.entries_of(names, specs), remedy=SAME_MODEL
-            )
             by_nccl = _engine.path_of(comm).uses_nccl
             overlapping = overlaps(comm) and not (at_once and by_nccl)
             how = _engine.BucketOptions(
-                bucket_nbytes(comm, gradients, nbytes, overlapping, by_nccl),
+                bucket_nbytes(overlapping, by_nccl),
                 first_nbytes=FIRST_NBYTES if overlapping or not by_nccl else None,
                 groups=groups,
                 operation=what,
@@ -79,6 +75,15 @@ class GradientPlans:
             )
             self._plans[key] = _engine.FusedAllreduce(comm, names, specs, options, how)
         return self._plans[key]
+
+
+def bucket_nbytes(overlaps: bool = False, by_nccl: bool = False) -> int:
+    """Returns the size in bytes at which a bucket is closed."""
+    if chosen := config.settings().bucket_nbytes:
+        return chosen
+    if by_nccl:
+        return USUAL_BUCKET_NBYTES if overlaps else ONE_BUCKET_NBYTES
+    return OVERLAPPED_BUCKET_NBYTES if overlaps else USUAL_BUCKET_NBYTES
 
 
 def overlaps(comm: _engine.Communicator) -> bool:

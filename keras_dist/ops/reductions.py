@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_dist import _engine, runtime
 from keras_dist.ops.arguments import as_array, check_out, names_of, parse_factors, resolve_op
-from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.ops.gradient_plans import bucket_nbytes
 from keras_dist.ops.reduce_op import ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet
@@ -176,7 +176,7 @@ def _reduce(
     """Reduces arrays; `key` is that of calls like this one, `None` for none."""
     if options.op is ReduceOp.ADASUM:
         return _engine.collectives.adasum(comm, arrays, names, options)
-    return _engine.collectives.allreduce(comm, arrays, names, options, bucket_nbytes(comm), key)
+    return _engine.collectives.allreduce(comm, arrays, names, options, bucket_nbytes(), key)
 
 
 def _short_path(

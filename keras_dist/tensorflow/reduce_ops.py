@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from keras_dist import _engine, errors, ops, runtime
 from keras_dist.ops.arguments import resolve_op
-from keras_dist.ops.bucket_size import bucket_nbytes
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.face import (
     Compressor,
@@ -20,6 +19,7 @@ from keras_dist.ops.face import (
     face,
     wire_of,
 )
+from keras_dist.ops.gradient_plans import bucket_nbytes
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduce_op import Compression as Wires
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
@@ -247,7 +247,7 @@ def _buffers(tensors: Sequence[Any], process_set: ProcessSet) -> list[list[int]]
     if not known or not runtime.includes_me(process_set):  # in a branch for other ranks
         return []
     specs = [(tuple(tensor.shape), np.dtype(tensor.dtype.as_numpy_dtype)) for tensor in tensors]
-    buckets = _engine.plan_buckets(specs, bucket_nbytes(runtime.communicator(process_set)))
+    buckets = _engine.plan_buckets(specs, bucket_nbytes())
     return [[slot.index for slot in bucket.slots] for bucket in buckets]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _backends, _engine, runtime
-from keras_dist.ops.bucket_size import bucket_nbytes
+from keras_dist.ops.gradient_plans import bucket_nbytes
 from keras_dist.runtime.process_sets import ProcessSet
 
 
@@ -34,7 +34,7 @@ def allreduce(
     op: _engine.ReduceOp = _engine.ReduceOp.SUM,
 ) -> list[Any]:
     """Returns arrays reduced over the ranks of `comm`. Collective; blocks."""
-    options, nbytes = _engine.OpOptions(op), bucket_nbytes(comm)
+    options, nbytes = _engine.OpOptions(op), bucket_nbytes()
     return _engine.collectives.allreduce(comm, arrays, names, options, nbytes)
 
 

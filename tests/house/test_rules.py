@@ -105,7 +105,7 @@ ENGINE_LAYERS = [
     "recovery",
     "nccl",
     "collectives",
-    "files point_to_point tuning",
+    "files point_to_point",
     "",
 ]
 

@@ -2,12 +2,12 @@
 
 import copyreg
 
+import keras
 import numpy as np
 import pytest
 
 import keras_dist
 from keras_dist import _engine, errors, runtime
-from keras_dist._engine import tuning
 
 pytestmark = pytest.mark.jobs("engine", "torch-3")
 
@@ -84,20 +84,16 @@ def test_plans_with_different_buckets_are_found():
     assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
 
 
-def measured(some):
-    call = _engine.CollectiveSignature("the reduction of gradients")
-    return _engine.best_bucket_nbytes(runtime.communicator(some), call, 2**20)[0]
-
-
-def test_a_set_without_rank_0_measures_as_well(shared_tmp_path, monkeypatch):
-    if keras_dist.size() < 3:
-        pytest.skip("wants 3 ranks")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_tmp_path))
-    monkeypatch.setattr(tuning, "PROBE_NBYTES", 2**12)
-    some = keras_dist.add_process_set(range(1, keras_dist.size()))
-    if some.included():
-        assert measured(some) in tuning.CANDIDATES
-    keras_dist.remove_process_set(some)
+def test_gradients_that_differ_are_named_also_where_their_buckets_differ():
+    if keras_dist.size() == 1:
+        pytest.skip("one rank differs from none")
+    rows = 4_000_000 if keras_dist.rank() == 0 else 10  # of more than a bucket, and of less
+    kernel = keras.Variable(np.zeros((rows, 2), np.float32), name="kernel")
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    gradient = keras.ops.ones((rows, 2))
+    with pytest.raises(errors.MismatchError, match="'the gradient of kernel' with shape"):
+        optimizer._keras_dist([gradient], [kernel])
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
 
 
 def test_queued_operations_run_before_their_set_is_removed():
