@@ -54,6 +54,11 @@ class Variable:
         return PREFIX + self.field.upper()
 
 
+def _variable(*description: Any) -> Any:
+    """Returns a field of `Settings`, from the arguments of `Variable` behind `field`."""
+    return dataclasses.field(metadata={"variable": description})
+
+
 def _flag(text: str) -> bool:
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     return words[text.strip().lower()]
@@ -100,48 +105,45 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return lambda text: words[words.index(text.strip().lower())]
 
 
-VARIABLES = (
-    Variable(
-        "bucket_nbytes",
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The values of the environment variables, each a field with its variable."""
+
+    bucket_nbytes: int = _variable(
         _integer,
         "0",
         "Size of a gradient bucket in bytes; the last tensor of a bucket may exceed it. 0: 4 MiB "
         "if gradients are reduced while others are computed; otherwise 25 MiB.",
         "a whole number of bytes, 1 or more, or 0",
-    ),
-    Variable(
-        "threads",
+    )
+    threads: int = _variable(
         _integer,
         "0",
         "Threads in the compute pool of the framework, for each rank. 0: the cores available to "
         "the rank.",
         "a whole number, 0 or more",
-    ),
-    Variable(
-        "pin_device",
+    )
+    pin_device: bool = _variable(
         _flag,
         "1",
         "1: each rank uses the GPU of its local rank. 0: the script selects the GPU.",
         "0 or 1",
-    ),
-    Variable(
-        "gpu",
+    )
+    gpu: str = _variable(
         _one_of("auto", "nccl", "host"),
         "auto",
         "How arrays of GPUs are reduced. `nccl`: on the GPUs, by NCCL or RCCL. `host`: through "
         "pinned host memory. `auto`: by NCCL if it is installed and every rank has its own GPU.",
         "auto, nccl or host",
-    ),
-    Variable(
-        "reduce",
+    )
+    reduce: str = _variable(
         _one_of("copy", "mpi"),
         "copy",
         "Reduction within a node. `copy`: each rank copies its contribution into shared memory. "
         "`mpi`: MPI reduces.",
         "copy or mpi",
-    ),
-    Variable(
-        "reduction",
+    )
+    reduction: str = _variable(
         _one_of("ordered", "library"),
         "ordered",
         "Reduction between nodes of float32, float64 and complex arrays over 64 KiB. `ordered`: "
@@ -149,192 +151,144 @@ VARIABLES = (
         "sums is its own: bits may differ between runs, and with the size, the number of ranks and "
         "the settings of the library; MPI does not guarantee equal bits on all ranks.",
         "ordered or library",
-    ),
-    Variable(
-        "overlap",
+    )
+    overlap: str = _variable(
         _one_of("auto", "on", "off"),
         "auto",
         "Whether gradients are reduced while others are computed. `auto`: on several nodes, or "
         "when every rank has more than one core.",
         "auto, on or off",
-    ),
-    Variable(
-        "compression",
+    )
+    compression: str = _variable(
         _one_of("none", "fp16", "bf16"),
         "none",
         "Default compression of float32 and float64 between nodes, for gradients and `allreduce`.",
         "none, fp16 or bf16",
-    ),
-    Variable(
-        "stall_seconds",
+    )
+    stall_seconds: int = _variable(
         _integer,
         "60",
         "Seconds a rank waits before the root reports the missing ranks and their stacks, and "
         "the interval between reports. 0: no report.",
         "a whole number of seconds, 1 or more, or 0",
-    ),
-    Variable(
-        "stall_abort_seconds",
+    )
+    stall_abort_seconds: int = _variable(
         _integer,
         "600",
         "Seconds a rank waits before the job ends with the stacks of all ranks. 0: no limit.",
         "a whole number of seconds, 1 or more, or 0",
-    ),
-    Variable(
-        "on_failure",
+    )
+    on_failure: str = _variable(
         _one_of("stop", "continue"),
         "stop",
         "Reaction to the death of a rank. `stop`: the job ends. `continue`: the other ranks "
         "continue, if MPI supports it.",
         "stop or continue",
-    ),
-    Variable(
-        "min_np",
+    )
+    min_np: int = _variable(
         _integer,
         "0",
         "Least number of ranks in `fit` of a job that continues when ranks die. 0: no limit. "
         "`keras-dist run --min-np` sets it.",
         "a whole number, 0 or more",
-    ),
-    Variable(
-        "restart",
+    )
+    restart: int = _variable(
         _integer,
         "0",
         "Number of restarts of this job so far. `keras-dist run` sets it for the ranks.",
         "a whole number, 0 or more",
-    ),
-    Variable(
-        "starts_again",
+    )
+    starts_again: bool = _variable(
         _flag,
         "0",
         "1: the job is started again after a failure, or on other hosts, so commits of "
         "`keras_dist.elastic` also lie in memory. `keras-dist run` sets it.",
         "0 or 1",
-    ),
-    Variable(
-        "job_id",
+    )
+    job_id: str = _variable(
         str.strip,
         "",
         "Identifies the job: a restarted job has the same text, by which it finds its backups in "
         "memory. `keras-dist run` sets it, unless it is set. Empty: no backups in memory.",
         "a text that no other job has",
-    ),
-    Variable(
-        "standby",
+    )
+    standby: bool = _variable(
         _flag,
         "1",
         "1: `keras-dist run --max-restarts` keeps a process for each rank that has imported what "
         "the ranks have, so that a restart imports nothing. 0: no such processes.",
         "0 or 1",
-    ),
-    Variable(
-        "standby_server",
+    )
+    standby_server: str = _variable(
         str,
         "",
         "Token and addresses by which these processes are told to start. `keras-dist run` sets it.",
         "a text of keras-dist run",
-    ),
-    Variable(
-        "memory_directory",
+    )
+    memory_directory: str = _variable(
         str,
         "/dev/shm",
         "Directory of each node for backups in memory, in a memory file system.",
         "a path",
-    ),
-    Variable(
-        "timeline",
+    )
+    timeline: str = _variable(
         _path,
         "",
         "File for a timeline of all ranks, a trace for Chrome and Perfetto. Empty: no timeline.",
         "a path",
         "HOROVOD_TIMELINE",
-    ),
-    Variable(
-        "timeline_steps",
+    )
+    timeline_steps: tuple[int, int | None] = _variable(
         _step_range,
         "0:",
         "Steps in the timeline: the first step, counted from 0, and the step after the last.",
         "two numbers of steps, such as 100:200, 100: or :200",
-    ),
-    Variable(
-        "timeline_mbytes",
+    )
+    timeline_mbytes: int = _variable(
         _positive,
         "100",
         "Approximate size of the timeline in MB at which recording ends.",
         "a whole number of MB, 1 or more",
-    ),
-    Variable(
-        "top",
+    )
+    top: bool = _variable(
         _flag,
         "1",
         "1: `keras-dist top` can monitor the job through a Unix socket that only its user can "
         "open. 0: no monitoring.",
         "0 or 1",
-    ),
-    Variable(
-        "top_port",
+    )
+    top_port: int = _variable(
         _port,
         "0",
         "Port on the loopback interface of the root's node for `keras-dist top --address`. "
         "Requests need the token in the directory of the socket. 0: no port.",
         "a port, 1 to 65535, or 0",
-    ),
-    Variable(
-        "prometheus_port",
+    )
+    prometheus_port: tuple[str, int] | None = _variable(
         _endpoint,
         "0",
         "Port on the loopback interface, or `address:port`, where the root answers Prometheus. "
         "Requests need a token. 0: no port.",
         "a port, or an address and a port, or 0",
-    ),
-    Variable(
-        "prometheus_token_file",
+    )
+    prometheus_token_file: str = _variable(
         str.strip,
         "",
         "File with the Prometheus token, created if missing and readable by its user only. Empty: "
         "`prometheus-token` in the directory of the socket.",
         "a path",
-    ),
-    Variable(
-        "single_process",
+    )
+    single_process: bool = _variable(
         _flag,
         "0",
         "1: run as a single process without MPI, whatever the launcher sets.",
         "0 or 1",
-    ),
+    )
+
+
+VARIABLES = tuple(
+    Variable(each.name, *each.metadata["variable"]) for each in dataclasses.fields(Settings)
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The values of the environment variables, one field for each entry of `VARIABLES`."""
-
-    bucket_nbytes: int
-    threads: int
-    pin_device: bool
-    gpu: str
-    reduce: str
-    reduction: str
-    overlap: str
-    compression: str
-    stall_seconds: int
-    stall_abort_seconds: int
-    on_failure: str
-    min_np: int
-    restart: int
-    starts_again: bool
-    job_id: str
-    standby: bool
-    standby_server: str
-    memory_directory: str
-    timeline: str
-    timeline_steps: tuple[int, int | None]
-    timeline_mbytes: int
-    top: bool
-    top_port: int
-    prometheus_port: tuple[str, int] | None
-    prometheus_token_file: str
-    single_process: bool
 
 
 def parse(environment: Mapping[str, str]) -> Settings:

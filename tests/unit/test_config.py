@@ -82,8 +82,3 @@ def test_other_variables_are_ignored():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert config.parse({"OMP_NUM_THREADS": "2"}) == config.parse({})
-
-
-def test_every_variable_is_a_setting():
-    fields = list(config.Settings.__dataclass_fields__)
-    assert [variable.field for variable in config.VARIABLES] == fields
