@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import keras
 
 from keras_dist import errors, runtime
-from keras_dist._compat.keras.callbacks import ModelCheckpoint as KerasCheckpoint
+from keras_dist._compat.keras.callbacks import KerasCheckpoint
 from keras_dist.callbacks.verification import verify_before_writing
 from keras_dist.resume.stores import NEEDS_ROOM
 from keras_dist.storage.atomic_write import beside, move

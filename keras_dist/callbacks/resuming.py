@@ -11,8 +11,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, _engine, runtime
-from keras_dist._compat.keras.callbacks import BackupAndRestore as KerasBackup
-from keras_dist._compat.keras.callbacks import model_of
+from keras_dist._compat.keras.callbacks import KerasBackup, model_of
 from keras_dist._compat.keras.models import initial_epoch_from
 from keras_dist.callbacks.callback_states import CallbackStates
 from keras_dist.callbacks.metrics import number_of

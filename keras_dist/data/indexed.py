@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist.data.epochs import Epochs, kind_of
-from keras_dist.data.partition import Order, Plan, PlanFor, Spread
+from keras_dist.data.partition import EpochOrder, Plan, PlanFor, Spread
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 DEFAULT_BATCH_SIZE = 32
@@ -36,7 +36,7 @@ class IndexedSource:
         batch_size = options.batch_size or batch_size
         plan = options.epoch_plan(total, batch_size, of)
         self.facts = [*facts, Fact(f"the number of {of}", total, WHOLE), *options.facts()]
-        order = Order(options.way, options.seed, total)
+        order = EpochOrder(options.way, options.seed, total)
         self.batches = IndexedBatches(
             example,
             take,

@@ -109,7 +109,7 @@ def _ceil(count: int, batch_size: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class EpochOrder:
     """The order of a data set in all its epochs."""
 
     way: Way | None

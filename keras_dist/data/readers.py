@@ -28,7 +28,7 @@ LOCKING = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class RowSegment:
     """The rows of one data set in one file.
 
     Args:
@@ -56,13 +56,13 @@ class Column:
         segments: at least one segment; all have the same dtype and row shape.
     """
 
-    def __init__(self, segments: Sequence[Segment]):
+    def __init__(self, segments: Sequence[RowSegment]):
         self.segments = tuple(segments)
         self.dtype = np.dtype(segments[0].dtype).newbyteorder("=")
         self.ends = np.cumsum([segment.length for segment in segments])
         self.shape = (int(self.ends[-1]), *segments[0].shape)
 
-    def split(self, begin: int, end: int) -> Iterator[tuple[Segment, int, int]]:
+    def split(self, begin: int, end: int) -> Iterator[tuple[RowSegment, int, int]]:
         """Yields the segments of a range of rows, each with its first row and its end."""
         first = int(np.searchsorted(self.ends, begin, side="right"))
         for segment, stop in zip(self.segments[first:], self.ends[first:], strict=True):
@@ -72,7 +72,7 @@ class Column:
             yield segment, max(begin, start) - start, min(end, int(stop)) - start
 
 
-def segments_of_hdf5(path: str, names: Sequence[str]) -> list[Segment]:
+def segments_of_hdf5(path: str, names: Sequence[str]) -> list[RowSegment]:
     """Returns the segments of data sets in an HDF5 file."""
     with open_hdf5(path) as file:
         found = [_look_up(file, path, name) for name in names]
@@ -86,7 +86,7 @@ def segments_of_hdf5(path: str, names: Sequence[str]) -> list[Segment]:
     return found
 
 
-def segment_of_npy(path: str) -> Segment:
+def segment_of_npy(path: str) -> RowSegment:
     """Returns the segment of a `.npy` file."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -103,7 +103,7 @@ def segment_of_npy(path: str) -> Segment:
             "an array in Fortran order",
             "Save numpy.ascontiguousarray(array).",
         )
-    return Segment(
+    return RowSegment(
         path, None, len(array), array.dtype.str, array.shape[1:], offset=int(array.offset)
     )
 
@@ -122,7 +122,7 @@ def open_hdf5(path: str) -> Any:
         raise _unreadable(path, failure, remedy) from failure
 
 
-def _look_up(file: Any, path: str, name: str) -> Segment:
+def _look_up(file: Any, path: str, name: str) -> RowSegment:
     import h5py
 
     dataset = file.get(name) if isinstance(name, str) else None
@@ -139,7 +139,7 @@ def _look_up(file: Any, path: str, name: str) -> Segment:
     _check_rows(f"{name!r} in {path}", dataset.dtype, dataset.shape)
     if dataset.is_virtual:
         _check_sources(dataset, path)
-    return Segment(
+    return RowSegment(
         path,
         name,
         len(dataset),
@@ -261,7 +261,7 @@ class FileReader:
                 done += last - first
         return rows
 
-    def _fill(self, rows: np.ndarray, segment: Segment, first: int) -> None:
+    def _fill(self, rows: np.ndarray, segment: RowSegment, first: int) -> None:
         offset = segment.offset
         file = self._file(segment.path, offset is not None)
         try:

@@ -23,12 +23,12 @@ from keras_dist.data.files import Unreadable
 from keras_dist.data.indexed import for_keras
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import Plan
-from keras_dist.data.readers import Column, FileReader, ScatteringReader, Segment
+from keras_dist.data.readers import Column, FileReader, RowSegment, ScatteringReader
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 BLOCK_NBYTES = 16 << 20
 
-Look = Callable[[str, Sequence[str]], list[Segment]]
+Look = Callable[[str, Sequence[str]], list[RowSegment]]
 MpiIo = Literal["independent"]
 
 SAME = "Pass the same files and names, in the same order, on every rank."
@@ -122,7 +122,7 @@ class RowSource:
         if self._readers[options.rank] == options.rank:
             self.held = [self._attempt(look, path, names) for path in self._paths]
 
-    def _attempt(self, look: Look, path: str, names: Sequence[str]) -> list[Segment] | str:
+    def _attempt(self, look: Look, path: str, names: Sequence[str]) -> list[RowSegment] | str:
         try:
             return look(path, names)
         except errors.DataError as failure:
@@ -208,7 +208,7 @@ class RowSource:
             )
         return columns
 
-    def _compare_files(self, files: Sequence[Sequence[Segment]]) -> None:
+    def _compare_files(self, files: Sequence[Sequence[RowSegment]]) -> None:
         for file in files:
             for first, other in zip(files[0], file, strict=True):
                 if (first.dtype, first.shape) != (other.dtype, other.shape):
@@ -243,7 +243,7 @@ class RowSource:
 
 
 def _compare(
-    expected: Sequence[Segment], received: Sequence[Segment], rank: int, size: int
+    expected: Sequence[RowSegment], received: Sequence[RowSegment], rank: int, size: int
 ) -> None:
     """Raises the same error on all ranks if a rank found other data sets than the first rank."""
     for first, other in zip(expected, received, strict=True):
@@ -257,5 +257,5 @@ def _compare(
             )
 
 
-def _describe(segment: Segment) -> str:
+def _describe(segment: RowSegment) -> str:
     return f"{np.dtype(segment.dtype)} {segment.shape}"

@@ -8,7 +8,7 @@ from keras_dist.data import consistency
 from keras_dist.data.files import Paths, Unreadable
 from keras_dist.data.nested import leaves, named
 from keras_dist.data.partition import Remainder, Shuffle
-from keras_dist.data.readers import Segment, segment_of_npy, segments_of_hdf5
+from keras_dist.data.readers import RowSegment, segment_of_npy, segments_of_hdf5
 from keras_dist.data.row_source import MpiIo, ReadMethod, RowSource
 from keras_dist.data.shard_options import ShardOptions
 
@@ -143,7 +143,7 @@ def npy(
         data = named(x, y)
         paths = [path for _, path in leaves(data, "data")]
 
-        def look(_: str, names: Sequence[str]) -> list[Segment]:
+        def look(_: str, names: Sequence[str]) -> list[RowSegment]:
             return [segment_of_npy(name) for name in names]
 
         return RowSource(look, paths[:1], data, method, options)

@@ -48,7 +48,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Extent:
     """An array in a file: its position and size in bytes."""
 
     offset: int
@@ -79,7 +79,7 @@ def write_blocks(path: pathlib.Path, blocks: Iterable[bytes | memoryview]) -> st
     return found.hexdigest()
 
 
-def read_header(path: pathlib.Path) -> dict[str, Entry]:
+def read_header(path: pathlib.Path) -> dict[str, Extent]:
     """Returns the arrays of a file by name."""
     if path.suffix == ARCHIVE_SUFFIX:
         return _read_archive_header(path)
@@ -90,7 +90,7 @@ def read_header(path: pathlib.Path) -> dict[str, Entry]:
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
     offsets = {name: each["data_offsets"] for name, each in header.items()}
-    return {name: Entry(8 + length + begin, end - begin) for name, (begin, end) in offsets.items()}
+    return {name: Extent(8 + length + begin, end - begin) for name, (begin, end) in offsets.items()}
 
 
 def read_into(path: pathlib.Path, offset: int, target: memoryview) -> None:
@@ -119,7 +119,7 @@ def read_about(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def _read_archive_header(path: pathlib.Path) -> dict[str, Entry]:
+def _read_archive_header(path: pathlib.Path) -> dict[str, Extent]:
     found = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for info in archive.infolist():
@@ -130,7 +130,7 @@ def _read_archive_header(path: pathlib.Path) -> dict[str, Entry]:
                 np.lib.format.read_array_header_1_0(member)
                 skipped = member.tell()
             name = info.filename.removesuffix(".npy")
-            found[name] = Entry(begin + skipped, info.file_size - skipped)
+            found[name] = Extent(begin + skipped, info.file_size - skipped)
     found.pop(ABOUT)
     return found
 

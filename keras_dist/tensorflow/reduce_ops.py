@@ -36,7 +36,7 @@ from keras_dist.tensorflow.host_callback import (
 )
 
 
-class _Cast(Compressor):
+class _TensorFlowCast(Compressor):
     """Casts floating-point tensors to a narrower dtype; integers stay as they are.
 
     keras_dist uses `wire` instead: it rounds only between nodes, and sums in full precision.
@@ -54,22 +54,20 @@ class _Cast(Compressor):
         return tf.cast(tensor, ctx)
 
 
-class _Float16(_Cast):
-    wire = Wires.fp16
-    narrow = tf.float16
-
-
-class _BFloat16(_Cast):
-    wire = Wires.bf16
-    narrow = tf.bfloat16
-
-
 class Compression:
     """The available compressions: `none`, `fp16` and `bf16`."""
 
     none = NoCompression
-    fp16 = _Float16
-    bf16 = _BFloat16
+
+    class fp16(_TensorFlowCast):
+        """Floats of 16 bits between nodes."""
+
+        wire, narrow = Wires.fp16, tf.float16
+
+    class bf16(_TensorFlowCast):
+        """bfloat16 between nodes."""
+
+        wire, narrow = Wires.bf16, tf.bfloat16
 
 
 @described_by(ops.allreduce)

@@ -75,8 +75,8 @@ def DistributedOptimizer(
     ```
     """
     where = runtime.where()
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _Distributed):
-        distributed = isinstance(optimizer, _Distributed)
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _DistributedTorch):
+        distributed = isinstance(optimizer, _DistributedTorch)
         error = errors.ArgumentError if distributed else errors.ArgumentTypeError
         received = "a distributed optimizer" if distributed else type(optimizer).__name__
         expected = "an optimizer of torch, not distributed"
@@ -101,7 +101,7 @@ def DistributedOptimizer(
     return optimizer
 
 
-class _Distributed:
+class _DistributedTorch:
     """The further methods of a distributed optimizer: a mixin in front of its class."""
 
     _keras_dist: Gradients
@@ -200,7 +200,7 @@ def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
 @functools.cache
 def _distributed_class(base: Any) -> Any:
     members = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (_Distributed, base), {**members, "__doc__": base.__doc__})
+    return type(base.__name__, (_DistributedTorch, base), {**members, "__doc__": base.__doc__})
 
 
 def _checked_names(

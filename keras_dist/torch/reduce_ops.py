@@ -39,7 +39,7 @@ from keras_dist.ops.reduce_op import Compression as Wires
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
 
-class _Cast(Compressor):
+class _TorchCast(Compressor):
     """Casts floating-point tensors to a narrower dtype; integers stay as they are.
 
     keras_dist uses `wire` instead: it rounds only between nodes, and sums in full precision.
@@ -56,22 +56,20 @@ class _Cast(Compressor):
         return tensor.to(ctx)
 
 
-class _Float16(_Cast):
-    wire = Wires.fp16
-    narrow = torch.float16
-
-
-class _BFloat16(_Cast):
-    wire = Wires.bf16
-    narrow = torch.bfloat16
-
-
 class Compression:
     """The available compressions: `none`, `fp16` and `bf16`."""
 
     none = NoCompression
-    fp16 = _Float16
-    bf16 = _BFloat16
+
+    class fp16(_TorchCast):
+        """Floats of 16 bits between nodes."""
+
+        wire, narrow = Wires.fp16, torch.float16
+
+    class bf16(_TorchCast):
+        """bfloat16 between nodes."""
+
+        wire, narrow = Wires.bf16, torch.bfloat16
 
 
 @face(ops.allreduce)

@@ -49,13 +49,13 @@ class Order(enum.IntEnum):
     LEAVES = 3
 
 
-class Member:
+class SessionMember:
     """A callback that takes part in sessions, see `SessionCallback`."""
 
 
 def members(callbacks: Iterable[Any]) -> list[Any]:
     """Returns the callbacks that take part in sessions."""
-    return [each for each in callbacks if isinstance(each, Member)]
+    return [each for each in callbacks if isinstance(each, SessionMember)]
 
 
 class FitSession:

@@ -9,14 +9,14 @@ import keras
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist.runtime.process_sets import ProcessSet
-from keras_dist.training.fit_session import FitSession, Member, Order, session_of
+from keras_dist.training.fit_session import FitSession, Order, SessionMember, session_of
 from keras_dist.training.keras_hooks import watch_models
 
 # What callbacks agree on that are collective in validation.
 VALIDATION = ("validation_data", "validation_freq")
 
 
-class SessionCallback(Member, keras.callbacks.Callback):
+class SessionCallback(SessionMember, keras.callbacks.Callback):
     """A callback that takes part in sessions: every rank must pass it to `fit`."""
 
     #: arguments of `fit` that must be equal on all ranks, besides those of epochs

@@ -5,6 +5,7 @@ the text of every violation. Each rule is tested with a planted violation.
 """
 
 import ast
+import collections
 import sys
 import textwrap
 from pathlib import Path
@@ -585,6 +586,19 @@ def test_rule_holds(rule):
         for line, text in rule(TREES[module], module)
     ]
     assert not violations, "\n" + "\n".join(violations)
+
+
+# Public names that a framework's package has as well, as Horovod's have, or another system.
+NAMED_AGAIN = {"Compression", "Compressor", "ProgressCallback", "SyncBatchNormalization"}
+
+
+def test_no_two_classes_have_one_name():
+    found = collections.defaultdict(list)
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name not in NAMED_AGAIN | {"fp16", "bf16"}:
+                found[node.name].append(module)
+    assert not {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
 # --- The rules on planted violations

@@ -37,7 +37,7 @@ def is_part_of_keras(function: Any) -> bool:
     return module_of(function).startswith("keras.src.")
 
 
-class BackupAndRestore(keras.callbacks.BackupAndRestore):
+class KerasBackup(keras.callbacks.BackupAndRestore):
     """Keras' callback. Subclasses define `_keras_dist_save()`, which replaces Keras' writing."""
 
     @property
@@ -57,7 +57,7 @@ class BackupAndRestore(keras.callbacks.BackupAndRestore):
         raise NotImplementedError
 
 
-class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
+class KerasCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras' callback. Subclasses define `_keras_dist_save(path, save)`.
 
     It is called where Keras would write to `path`. `save()` does what Keras does; it writes

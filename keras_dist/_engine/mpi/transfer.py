@@ -20,7 +20,7 @@ IDLE_POLL_SECONDS = 8e-6  # a longer poll has moved data, or has lost the core
 MAX_NBYTES = 2**30  # in one call: below 2**31, as libraries add up counts themselves
 
 
-class _Pickler(pickle.Pickler):
+class _MessagePickler(pickle.Pickler):
     """Pickles exceptions as their classes define it, whatever other packages register for them.
 
     `tblib`, which Dask imports, registers a reducer that adds causes, contexts and tracebacks. An
@@ -37,7 +37,7 @@ class _Pickler(pickle.Pickler):
 def as_message(value: Any) -> bytes:
     """Returns an object pickled for other ranks, which read it with `pickle.loads`."""
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    _MessagePickler(file).dump(value)
     return file.getvalue()
 
 

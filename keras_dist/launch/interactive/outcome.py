@@ -128,7 +128,7 @@ def pickled(value: Any) -> bytes:
     would show no line of a cell or of a script.
     """
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    _CodePickler(file).dump(value)
     return file.getvalue()
 
 
@@ -147,7 +147,7 @@ _of_cloudpickle: Any = cloudpickle.Pickler.dispatch_table
 _with_files = collections.ChainMap({types.CodeType: _reduced}, _of_cloudpickle)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _CodePickler(cloudpickle.Pickler):
     dispatch_table = _with_files
 
 

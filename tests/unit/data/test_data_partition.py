@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_dist.data.partition import (
+    EpochOrder,
     EvenPlan,
-    Order,
     Plan,
     RoundRobin,
     Spread,
@@ -249,7 +249,7 @@ def plan_of(rank):
 
 
 def ordered(way, rank, epoch=0, seed=SEED):
-    return Order(way, seed, TOTAL).of(plan_of(rank), epoch).tolist()
+    return EpochOrder(way, seed, TOTAL).of(plan_of(rank), epoch).tolist()
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -286,10 +286,10 @@ def test_an_order_is_of_its_seed_and_epoch(way):
 
 def test_a_global_order_and_none_do_not_know_the_ranks():
     ways = ("rank", "global", "draw", None)
-    assert [Order(way, SEED, TOTAL).knows_ranks for way in ways] == [True, False, True, False]
+    assert [EpochOrder(way, SEED, TOTAL).knows_ranks for way in ways] == [True, False, True, False]
 
 
 def test_an_order_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Order(None, SEED, TOTAL).seed = 1
-    assert Order(None, SEED, TOTAL) == Order(None, SEED, TOTAL)
+        EpochOrder(None, SEED, TOTAL).seed = 1
+    assert EpochOrder(None, SEED, TOTAL) == EpochOrder(None, SEED, TOTAL)
