@@ -1,7 +1,6 @@
 """Recording a timeline on all ranks: start, end, and merging of the recordings."""
 
 import glob
-import itertools
 import logging
 import os
 import platform
@@ -13,7 +12,6 @@ from typing import Any
 from keras_dist import _engine, config, errors, runtime
 from keras_dist.monitor.timeline.trace import begin_trace, complete, head_of, part_path, parts_of
 
-CHUNK_NBYTES = 2**20
 MEGABYTE = 10**6
 
 _log = logging.getLogger("keras_dist")
@@ -101,22 +99,24 @@ def end_recording(comm: _engine.Communicator) -> None:
 
 
 def _merge(comm: _engine.Communicator, part: _engine.tracing.TraceWriter) -> bool:
-    """Sends the root the recordings that it cannot read, in chunks. Collective."""
+    """Sends the root the recordings that it cannot read. Collective."""
     path, job, me = part.head["path"], part.head["job"], part.head["rank"]
     owners = _engine.collectives.allgather_object(comm, me)  # numbers of before a loss of ranks
     seen = [head_of(part_path(path, owner)).get("job") == job for owner in owners]
     seen = _engine.collectives.broadcast_object(comm, seen, 0)
     trouble = None
     for place, owner in enumerate(owners):
-        for number in itertools.count():
-            if seen[place]:
-                break
-            chunk = _read(part.path, number) if owner == me else b""
-            chunk = _engine.collectives.broadcast_object(comm, chunk, place)
-            if not chunk:
-                break
-            if comm.rank == 0 and trouble is None:
-                trouble = _append(part_path(path, owner), chunk, anew=number == 0)
+        if seen[place]:
+            continue
+        content = _engine.collectives.broadcast_object(
+            comm, _read(part.path) if owner == me else b"", place
+        )
+        if comm.rank == 0 and content:
+            try:
+                with open(_engine.tracing.open_trace(part_path(path, owner)), "wb") as file:
+                    file.write(content)
+            except OSError as failure:  # the other ranks wait for the rest
+                trouble = trouble or failure
     if trouble is not None:
         raise trouble
     return seen[comm.rank]
@@ -142,24 +142,12 @@ def _report_size(path: str, ranks: list[dict[str, Any]]) -> None:
         _log.warning("keras_dist: the timeline %s reached its size and ends: %s.", path, text)
 
 
-def _read(path: str, number: int) -> bytes:
+def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            file.seek(number * CHUNK_NBYTES)
-            return file.read(CHUNK_NBYTES)
-    except OSError:  # the other ranks wait: send an empty chunk
+            return file.read()
+    except OSError:  # the other ranks wait
         return b""
-
-
-def _append(path: str, data: bytes, anew: bool) -> OSError | None:
-    try:
-        if anew:
-            os.close(_engine.tracing.open_trace(path))
-        with open(path, "ab") as file:
-            file.write(data)
-    except OSError as failure:
-        return failure
-    return None
 
 
 def start_timeline(
