@@ -262,7 +262,7 @@ def prepare(monkeypatch, is_low, bucket_nbytes):
         return given if isinstance(given, _engine.Communicator) else real(given)
 
     monkeypatch.setattr(runtime, "communicator", communicator)
-    monkeypatch.setattr(reductions, "bucket_nbytes", lambda comm: bucket_nbytes)
+    monkeypatch.setattr(reductions, "bucket_nbytes", lambda: bucket_nbytes)
 
 
 def communicator_of(program, mpi):
