@@ -157,7 +157,7 @@ class Times:
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 words = (path / "cmdline").read_bytes()
-                if b"launch.standby" in words and wanted in words:
+                if b"launch.standby_process" in words and wanted in words:
                     idle += (path / "wchan").read_text().startswith(("futex", "do_futex")) and (
                         int((path / "statm").read_text().split()[1]) > 20000  # pages
                     )

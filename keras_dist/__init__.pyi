@@ -121,12 +121,6 @@ from .ops.asynchronous import (
 from .ops.asynchronous import (
     synchronize as synchronize,
 )
-from .ops.point_to_point import (
-    recv as recv,
-)
-from .ops.point_to_point import (
-    send as send,
-)
 from .ops.reduce_op import (
     Adasum as Adasum,
 )
@@ -153,6 +147,12 @@ from .ops.reduce_op import (
 )
 from .ops.reduce_op import (
     Sum as Sum,
+)
+from .ops.send_recv import (
+    recv as recv,
+)
+from .ops.send_recv import (
+    send as send,
 )
 from .ops.shared_errors import (
     raise_on_all as raise_on_all,

@@ -10,9 +10,8 @@ from keras_dist._compat.contract import Owner, require
 # The options of a loader except its data set, sampler and batches.
 OPTIONS = (
     "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
-    "prefetch_factor persistent_workers pin_memory_device"
+    "prefetch_factor persistent_workers pin_memory_device in_order"
 ).split()
-NEWER_OPTIONS = ["in_order"]  # since torch 2.6
 
 
 def version() -> str:
@@ -51,8 +50,7 @@ class BatchNorm(torch.nn.BatchNorm1d):
 
 def options_of(loader: DataLoader) -> dict[str, Any]:
     """Returns the options that create a loader like this one."""
-    newer = {name: vars(loader)[name] for name in NEWER_OPTIONS if name in vars(loader)}
-    return {name: getattr(loader, name) for name in OPTIONS} | newer
+    return {name: getattr(loader, name) for name in OPTIONS}
 
 
 def draws(sampler: RandomSampler) -> bool:

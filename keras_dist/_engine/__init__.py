@@ -12,9 +12,9 @@ from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.communicator import Communicator, ranks_of, subset
 from keras_dist._engine.compression import Compression, Compressor, parse_compression
 from keras_dist._engine.faults import progress
-from keras_dist._engine.files import File
 from keras_dist._engine.gradient_sets import Form, GradientSet, UnlikeGradients
 from keras_dist._engine.mpi import library
+from keras_dist._engine.mpi_file import File
 from keras_dist._engine.nccl.path import GpuPath, RankGpu, path_of, set_gpus
 from keras_dist._engine.ordering.order import set_completion
 from keras_dist._engine.ordering.ticket import Handle

@@ -4,8 +4,16 @@ Knows neither MPI nor a framework. ROCm's runtime and RCCL have the same functio
 `hip`. Other packages use the names below and nothing else.
 """
 
-from keras_dist._gpu.arrays import Concatenation, DeviceArray, Half, Staging, staging_of, uniform
-from keras_dist._gpu.nccl import (
+from keras_dist._gpu.cuda import Event, Runtime, counts_host_memory, load_runtime
+from keras_dist._gpu.device_arrays import (
+    Concatenation,
+    DeviceArray,
+    Half,
+    Staging,
+    staging_of,
+    uniform,
+)
+from keras_dist._gpu.nccl_library import (
     REDUCTIONS,
     GpuFacts,
     Nccl,
@@ -16,7 +24,6 @@ from keras_dist._gpu.nccl import (
     selected_bus_id,
     version_text,
 )
-from keras_dist._gpu.runtime import Event, Runtime, counts_host_memory, load_runtime
 
 __all__ = [
     "REDUCTIONS",

@@ -16,10 +16,10 @@ from .prefetching import (
 from .record_files import (
     tfrecord as tfrecord,
 )
-from .rows import (
+from .row_files import (
     hdf5 as hdf5,
 )
-from .rows import (
+from .row_files import (
     npy as npy,
 )
 from .sharding import (

@@ -21,17 +21,17 @@ in memory, and with `directory` also on disk.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from keras_dist.elastic.models import (
+from keras_dist.elastic.model_states import (
     KerasState,
     TensorFlowKerasState,
     TensorFlowState,
     TorchState,
 )
+from keras_dist.elastic.object_state import ObjectState
 from keras_dist.elastic.running import HorovodInternalError, HostsUpdatedInterrupt, State, run
-from keras_dist.elastic.state import ObjectState
 
 if TYPE_CHECKING:
-    from keras_dist.elastic.callbacks import (
+    from keras_dist.elastic.commit_callbacks import (
         CommitStateCallback,
         UpdateBatchStateCallback,
         UpdateEpochStateCallback,
@@ -57,5 +57,5 @@ def __getattr__(name: str) -> Any:
     if name == "ElasticSampler":  # needs torch
         return importlib.import_module("keras_dist.elastic.torch_sampler").ElasticSampler
     if name in __all__:
-        return getattr(importlib.import_module("keras_dist.elastic.callbacks"), name)
+        return getattr(importlib.import_module("keras_dist.elastic.commit_callbacks"), name)
     raise AttributeError(f"module 'keras_dist.elastic' has no attribute {name!r}")

@@ -1,3 +1,3 @@
-from .progress import (
+from .train_job import (
     ProgressCallback as ProgressCallback,
 )

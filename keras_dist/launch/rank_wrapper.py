@@ -23,7 +23,7 @@ NOT_FOUND = 127  # convention of shells
 # Does not import from the current directory.
 STAND_BY = (
     "import sys; del sys.path[: not sys.flags.safe_path]; "
-    "from keras_dist.launch.standby import main; main()"
+    "from keras_dist.launch.standby_process import main; main()"
 )
 WRONG_USAGE = 2  # usage error; such a job is not restarted
 CLEAR_LINE = b"\r\x1b[K"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from keras_dist import errors
-from keras_dist.launch.cli.job import end_with_parent
+from keras_dist.launch.cli.job_process import end_with_parent
 from keras_dist.launch.cli.mpiexec import Library
 
 MAX_UNANSWERED = 4  # messages to a host

@@ -1,7 +1,7 @@
 """What a rank has imported by its first steps, for the processes that stand by on its node.
 
-`keras-dist run --max-restarts` keeps such processes, see `launch.standby`. One rank of each node
-writes a file in the memory of the node.
+`keras-dist run --max-restarts` keeps such processes, see `launch.standby_process`. One rank
+of each node writes a file in the memory of the node.
 """
 
 import json

@@ -1,7 +1,7 @@
 from .executor import (
     RayExecutor as RayExecutor,
 )
-from .report import (
+from .train_report import (
     ReportCallback as ReportCallback,
 )
 from .trainer import (

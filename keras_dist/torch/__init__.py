@@ -42,6 +42,14 @@ from keras_dist.torch.async_ops import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from keras_dist.torch.broadcasts import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    join,
+)
+from keras_dist.torch.distributed_optimizer import DistributedOptimizer
 from keras_dist.torch.exchange_ops import (
     allgather,
     alltoall,
@@ -52,20 +60,12 @@ from keras_dist.torch.exchange_ops import (
     reducescatter,
 )
 from keras_dist.torch.layers import SyncBatchNorm
-from keras_dist.torch.optimizer import DistributedOptimizer
 from keras_dist.torch.reduce_ops import (
     Compression,
     allreduce,
     allreduce_,
     grouped_allreduce,
     grouped_allreduce_,
-)
-from keras_dist.torch.state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    join,
 )
 
 __all__ = [

@@ -74,7 +74,7 @@ LIBRARIES = {
     "optimizers": ("keras", ""),
     "callbacks": ("keras numpy", "tensorflow"),
     "elastic": ("numpy", "torch"),
-    "elastic.callbacks": ("keras", ""),
+    "elastic.commit_callbacks": ("keras", ""),
     "elastic.torch_": ("torch", ""),
     "tensorflow": ("tensorflow keras numpy", ""),
     "torch": ("torch numpy", ""),
@@ -85,9 +85,9 @@ LIBRARIES = {
     "launch.interactive.outcome": ("cloudpickle", ""),
     "dask": ("distributed", ""),
     "kubernetes": ("cloudpickle lazy_loader", ""),
-    "kubernetes.progress": ("keras numpy", ""),
+    "kubernetes.train_job": ("keras numpy", ""),
     "ray": ("lazy_loader ray", ""),
-    "ray.report": ("keras numpy", ""),
+    "ray.train_report": ("keras numpy", ""),
     "spark": ("pyspark", ""),
     "launch.cli.timeline": ("rich", "matplotlib"),
     "launch.cli.top": ("rich", ""),
@@ -106,7 +106,7 @@ ENGINE_LAYERS = [
     "recovery",
     "nccl",
     "collectives",
-    "files point_to_point",
+    "mpi_file point_to_point",
     "",
 ]
 
@@ -801,7 +801,7 @@ def test_a_private_name_is_found(source):
         "getattr(value, '__dict__', None)",
         "getattr(gradient, '_keras_dist_reduced', False)",
         "from keras_dist._compat.keras import layers_of",
-        "from keras_dist.data.rows import _own",
+        "from keras_dist.data.row_files import _own",
         "class A:\n    def f(self):\n        self._names = []\n        return self._plans",
     ],
 )

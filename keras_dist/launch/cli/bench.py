@@ -23,7 +23,7 @@ from keras_dist.launch.cli.command import (
     settings_of,
     ssh_of_job,
 )
-from keras_dist.launch.cli.job import run_job
+from keras_dist.launch.cli.job_process import run_job
 from keras_dist.launch.cli.mpiexec import load_library
 from keras_dist.launch.cli.options import add_host_options
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from keras_dist import errors
 from keras_dist.launch.cli.hosts import parse_hosts, parse_lines
-from keras_dist.launch.cli.job import end_with_parent
+from keras_dist.launch.cli.job_process import end_with_parent
 from keras_dist.runtime.exit_hooks import HOSTS_CHANGED
 
 PAUSE_SECONDS = 1.0

@@ -26,7 +26,12 @@ from keras_dist.launch.cli.command import (
 )
 from keras_dist.launch.cli.discovery import HostWatch, with_hosts
 from keras_dist.launch.cli.hosts import allocation
-from keras_dist.launch.cli.job import Ended, EndRequested, run_job, terminating_signals_raise
+from keras_dist.launch.cli.job_process import (
+    Ended,
+    EndRequested,
+    run_job,
+    terminating_signals_raise,
+)
 from keras_dist.launch.cli.mpiexec import load_library
 from keras_dist.launch.cli.options import OPTIONS, add_options, arguments_of_file, refuse
 from keras_dist.launch.cli.standby import Standby, standing_by

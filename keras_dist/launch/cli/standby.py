@@ -1,8 +1,8 @@
 """The next start of a job, kept ready while the job runs: a second job that waits.
 
-Its ranks run `launch.standby`. They connect to this process, by a Unix socket where all are on this
-host, and are told to go when the job has failed. They end with the connection, so none outlives
-this process.
+Its ranks run `launch.standby_process`. They connect to this process, by a Unix socket where all are
+on this host, and are told to go when the job has failed. They end with the connection, so none
+outlives this process.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_dist.launch.channel import Channel
-from keras_dist.launch.cli.job import end_with_parent, kill_children
+from keras_dist.launch.cli.job_process import end_with_parent, kill_children
 
 START_SECONDS = 5.0  # after the start of the job, which needs the cores itself
 END_SECONDS = 2.0

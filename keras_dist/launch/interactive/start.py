@@ -16,7 +16,7 @@ from typing import Any
 
 from keras_dist import errors
 from keras_dist.launch.cli.hosts import allocation
-from keras_dist.launch.cli.job import end_with_parent
+from keras_dist.launch.cli.job_process import end_with_parent
 from keras_dist.launch.interactive.outcome import (
     SHOWN_LINES,
     JobFiles,

@@ -5,6 +5,6 @@ speaks PMI-1, the protocol by which MPICH asks its launcher for the other ranks.
 """
 
 from keras_dist.launch.world.member import join_world
-from keras_dist.launch.world.server import WorldServer
+from keras_dist.launch.world.world_server import WorldServer
 
 __all__ = ["WorldServer", "join_world"]

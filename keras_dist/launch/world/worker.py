@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from keras_dist import errors
-from keras_dist.launch.cli.job import end_with_parent
+from keras_dist.launch.cli.job_process import end_with_parent
 from keras_dist.launch.interactive.outcome import (
     Failure,
     JobFiles,
@@ -28,7 +28,7 @@ from keras_dist.launch.interactive.outcome import (
 )
 from keras_dist.launch.interactive.rank import run_call
 from keras_dist.launch.world.member import join_world
-from keras_dist.launch.world.server import SETTLE_SECONDS, WorldServer
+from keras_dist.launch.world.world_server import SETTLE_SECONDS, WorldServer
 
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0  # for the ranks of a failed job to end

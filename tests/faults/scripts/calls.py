@@ -13,7 +13,7 @@ from faults import die, fault, run, tell
 
 from keras_dist import _engine, errors, ops
 from keras_dist.ops import asynchronous
-from keras_dist.ops.point_to_point import recv, send
+from keras_dist.ops.send_recv import recv, send
 from keras_dist.runtime import startup
 from keras_dist.runtime.process_sets import ProcessSet
 

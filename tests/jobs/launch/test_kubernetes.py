@@ -263,10 +263,10 @@ def status_server(tmp_path, monkeypatch):
 @pytest.fixture
 def callback(monkeypatch):
     from keras_dist import runtime
-    from keras_dist.kubernetes import ProgressCallback, progress
+    from keras_dist.kubernetes import ProgressCallback, train_job
 
     monkeypatch.setattr(runtime, "rank", lambda: 0)
-    monkeypatch.setattr(progress, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(train_job, "PAUSE_SECONDS", 0.0)
     made = ProgressCallback()
     made.set_params({"epochs": 4, "steps": 2})
     return made
@@ -293,11 +293,11 @@ def test_progress_is_posted(status_server, callback, tmp_path):
 def test_posts_within_the_next_epoch_have_the_metrics_of_the_last(
     status_server, callback, monkeypatch
 ):
-    from keras_dist.kubernetes import progress
+    from keras_dist.kubernetes import train_job
 
     now = 100.0
-    monkeypatch.setattr(progress, "PAUSE_SECONDS", 5.0)
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(train_job, "PAUSE_SECONDS", 5.0)
+    monkeypatch.setattr(train_job, "time", types.SimpleNamespace(monotonic=lambda: now))
     callback.on_train_begin()
     for epoch in range(3):
         callback.on_epoch_begin(epoch)

@@ -11,7 +11,7 @@ from namespaces import hosts_or_skip
 from keras_dist import errors
 from keras_dist.launch.cli import hosts, main, run
 from keras_dist.launch.cli.hosts import check_reach, ssh_of_mpiexec
-from keras_dist.launch.cli.job import Ended
+from keras_dist.launch.cli.job_process import Ended
 
 ELSEWHERE = "192.0.2.7"  # an address for documentation, which no host has
 THERE = 'shift 4; [ "$1" = 192.0.2.7 ] || exit 255; shift; '

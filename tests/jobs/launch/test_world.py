@@ -16,7 +16,7 @@ from keras_dist import __version__, errors
 from keras_dist.launch.channel import Channel
 from keras_dist.launch.interactive.outcome import is_consequence
 from keras_dist.launch.world import WorldServer, join_world
-from keras_dist.launch.world import server as server_module
+from keras_dist.launch.world import world_server as server_module
 from keras_dist.launch.world.ends import End, Ends
 from keras_dist.launch.world.pmi import MAX_KEYS, MAX_VALUE, ProcessManager, fields
 

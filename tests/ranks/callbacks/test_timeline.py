@@ -1,6 +1,8 @@
 """The timeline of training and of collectives, as recorded by every rank."""
 
 import collections
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ import traces
 from small_training import BATCH, STEPS, distributed, make_data
 
 import keras_dist
-from keras_dist import errors
+from keras_dist import errors, runtime
+from keras_dist.monitor.timeline import recording, trace
 
 pytestmark = pytest.mark.jobs("engine")
 
@@ -144,3 +147,15 @@ def test_starting_again_writes_the_first(shared_tmp_path):
 def test_wrong_arguments_are_refused(options):
     with pytest.raises(errors.ArgumentError, match=f"Received: {next(iter(options))}="):
         keras_dist.start_timeline("t.json", **options)
+
+
+def test_the_root_gets_recordings_that_it_cannot_read(tmp_path):
+    comm = runtime.communicator()
+    rank, path = keras_dist.rank(), str(tmp_path / "timeline.json")  # a directory of each rank
+    own = Path(trace.part_path(path, rank))
+    own.write_text(f'{{"job": "one", "rank": {rank}}}\n' + "[0]\n" * rank)
+    part = types.SimpleNamespace(head={"path": path, "job": "one", "rank": rank}, path=str(own))
+    assert recording._merge(comm, part) is (rank == 0)
+    if rank == 0:
+        found = [Path(part).read_text() for part in trace.parts_of(path, "one")]
+        assert [text.count("[0]") for text in found] == list(range(keras_dist.size()))

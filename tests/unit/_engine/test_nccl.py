@@ -14,7 +14,7 @@ import pytest
 from keras_dist import _engine, _gpu, errors
 from keras_dist._engine.nccl import launches
 from keras_dist._engine.nccl import path as paths
-from keras_dist._gpu import nccl, runtime
+from keras_dist._gpu import cuda, nccl_library
 from keras_dist.monitor import gpu as monitor
 
 OP = _engine.ReduceOp
@@ -128,7 +128,7 @@ class Recorder:
 
 def test_counts_over_two_billion_and_addresses_of_64_bits_reach_nccl():
     table = Recorder()
-    library = nccl.Nccl(table)
+    library = nccl_library.Nccl(table)
     count, high = 2**31 + 7, 2**47 - 64
     library.allreduce(high, high - 64, count, np.dtype(ml_dtypes.bfloat16), 4, high + 8, 2**40)
     assert table.calls["ncclAllReduce"] == (high, high - 64, count, 9, 4, high + 8, 2**40)
@@ -143,34 +143,36 @@ def test_counts_over_two_billion_and_addresses_of_64_bits_reach_nccl():
 def test_a_unique_id_passes_by_value():
     table = Recorder()
     name = bytes(range(128))
-    nccl.Nccl(table).init(4, name, 3)
+    nccl_library.Nccl(table).init(4, name, 3)
     assert table.calls["ncclCommInitRankConfig"] == (4, name, 3, (24, 21400, 0))
 
 
 def test_an_error_of_nccl_says_where_and_what_to_do():
     failing = Recorder(code=2)  # the functions live as long as their table
-    library = nccl.Nccl(failing)
+    library = nccl_library.Nccl(failing)
     with pytest.raises(
         _gpu.NcclError, match=r"Expected an allreduce to succeed. .*error 2"
     ) as told:
         library.allreduce(1, 2, 3, np.dtype("float32"), 0, 4, 5)
     assert "NCCL_DEBUG=INFO" in str(told.value)
-    under_way = Recorder(code=nccl.IN_PROGRESS)
-    library = nccl.Nccl(under_way)
+    under_way = Recorder(code=nccl_library.IN_PROGRESS)
+    library = nccl_library.Nccl(under_way)
     library.allreduce(1, 2, 3, np.dtype("float32"), 0, 4, 5)
 
 
 def test_nccl_that_lacks_a_function_is_not_used(monkeypatch):
-    monkeypatch.setattr(nccl, "find", lambda kind: Recorder(lacks=["ncclCommInitRankConfig"]))
-    nccl.load_nccl.cache_clear()
-    assert nccl.load_nccl() == "/lib/libnccl.so.2 lacks ncclCommInitRankConfig"
-    nccl.load_nccl.cache_clear()
+    monkeypatch.setattr(
+        nccl_library, "find", lambda kind: Recorder(lacks=["ncclCommInitRankConfig"])
+    )
+    nccl_library.load_nccl.cache_clear()
+    assert nccl_library.load_nccl() == "/lib/libnccl.so.2 lacks ncclCommInitRankConfig"
+    nccl_library.load_nccl.cache_clear()
 
 
 def test_an_error_of_the_runtime_names_the_gpu(monkeypatch):
     table = Recorder(code=700)
     table.prefix = "cuda"
-    gpu = runtime.Runtime(table, 3)
+    gpu = cuda.Runtime(table, 3)
     monkeypatch.setattr(gpu, "use", lambda: None)
     with pytest.raises(errors.BackendError, match=r"\[GPU 3\] Expected a copy to .*cuda error 700"):
         gpu.copy(1, 2, 3, 4)
@@ -180,7 +182,7 @@ def test_an_error_of_the_runtime_names_the_gpu(monkeypatch):
 def test_hip_has_other_names():
     table = Recorder()
     table.prefix = "hip"
-    runtime.Runtime(table).copy(1, 2, 2**33, 5)
+    cuda.Runtime(table).copy(1, 2, 2**33, 5)
     assert table.calls["hipMemcpyAsync"] == (1, 2, 2**33, 4, 5)
     assert set(table.calls) <= {"hipMemcpyAsync", "hipSetDevice"}
 
@@ -188,7 +190,7 @@ def test_hip_has_other_names():
 def test_a_thread_selects_the_gpu_before_its_first_call():
     table = Recorder()
     table.prefix = "cuda"
-    gpu = runtime.Runtime(table, 3)
+    gpu = cuda.Runtime(table, 3)
     works = [lambda: gpu.copy(1, 2, 3, 4), lambda: gpu.event(5), gpu.new_stream]
     for work in works:
         table.calls.clear()
@@ -216,22 +218,22 @@ def test_libraries_of_rocm_are_loaded_where_nvidia_has_none(monkeypatch, kind, t
             raise OSError(path)
         return ctypes.pythonapi
 
-    monkeypatch.setattr(runtime.ctypes, "CDLL", open_library)
-    monkeypatch.delenv(runtime.DOUBLE, raising=False)
-    table = runtime.find.__wrapped__(kind)
+    monkeypatch.setattr(cuda.ctypes, "CDLL", open_library)
+    monkeypatch.delenv(cuda.DOUBLE, raising=False)
+    table = cuda.find.__wrapped__(kind)
     assert (table.path, table.prefix) == (there, prefix)
     assert opened[0] in ("libnccl.so.2", "libcudart.so.13")
-    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda *args, **kwargs: open_library("none"))
-    assert runtime.find.__wrapped__(kind) is None
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda *args, **kwargs: open_library("none"))
+    assert cuda.find.__wrapped__(kind) is None
 
 
 def test_a_rank_whose_runtime_fails_tells_the_others(monkeypatch):
     failing = Recorder(code=100)
     failing.prefix = "cuda"
-    gpu = runtime.Runtime(failing, 0)
+    gpu = cuda.Runtime(failing, 0)
     monkeypatch.setattr(gpu, "count", lambda: 1)
-    monkeypatch.setattr(nccl, "load_runtime", lambda device=None: gpu)
-    found = nccl.facts_of(0)
+    monkeypatch.setattr(nccl_library, "load_runtime", lambda device=None: gpu)
+    found = nccl_library.facts_of(0)
     assert "the query of a PCI bus id" in found.reason
     assert (found.bus_id, found.version) == ("", 0)
 
@@ -241,32 +243,32 @@ def test_a_wheel_is_found_before_the_system(monkeypatch, tmp_path):
     folder.mkdir(parents=True)
     (folder / "libnccl.so.2").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    found = [path for path, _ in runtime._candidates(("libnccl.so.2",), ("nccl/lib",))]
+    found = [path for path, _ in cuda._candidates(("libnccl.so.2",), ("nccl/lib",))]
     assert found == ["libnccl.so.2", str(folder / "libnccl.so.2"), "libnccl.so.2"]
 
 
 def test_rccl_comes_after_nccl():
-    assert [names for _, names, _ in runtime.KINDS["nccl"]] == [
+    assert [names for _, names, _ in cuda.KINDS["nccl"]] == [
         ("libnccl.so.2",),
         ("librccl.so.1", "librccl.so"),
     ]
 
 
 def test_the_double_has_every_function(monkeypatch):
-    monkeypatch.setenv(runtime.DOUBLE, str(DOUBLE))
-    runtime._double.cache_clear()
-    runtime.find.cache_clear()
+    monkeypatch.setenv(cuda.DOUBLE, str(DOUBLE))
+    cuda._double.cache_clear()
+    cuda.find.cache_clear()
     try:
-        assert nccl.Nccl(runtime.find("nccl")).version() == 22304
-        gpu = runtime.Runtime(runtime.find("runtime"))
+        assert nccl_library.Nccl(cuda.find("nccl")).version() == 22304
+        gpu = cuda.Runtime(cuda.find("runtime"))
         assert gpu.count() == 1
         assert gpu.bus_id(0).endswith(":00.0")
         with pytest.raises(errors.BackendError, match="the query of a PCI bus id"):
             gpu.bus_id(1)
     finally:
-        monkeypatch.delenv(runtime.DOUBLE)
-        runtime._double.cache_clear()
-        runtime.find.cache_clear()
+        monkeypatch.delenv(cuda.DOUBLE)
+        cuda._double.cache_clear()
+        cuda.find.cache_clear()
 
 
 # --- Which GPU a rank has

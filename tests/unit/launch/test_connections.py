@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from keras_dist.launch.cli import job
+from keras_dist.launch.cli import job_process
 from keras_dist.launch.cli.mpiexec import Library
 from keras_dist.launch.remote_shell import agent_command, read_notes, watched_connections
 
@@ -80,7 +80,7 @@ def test_the_error_names_the_host(tmp_path):
     "words", [["sleep", "60"], ["sh", "-c", "trap '' TERM; sleep 60"], ["true"]]
 )
 def test_a_job_that_has_lost_a_host_ends_and_has_failed(words, monkeypatch):
-    monkeypatch.setattr(job, "LOST_SECONDS", 0.1)
-    ended = job.run_job(words, dict(os.environ), lost=lambda: True)
+    monkeypatch.setattr(job_process, "LOST_SECONDS", 0.1)
+    ended = job_process.run_job(words, dict(os.environ), lost=lambda: True)
     assert ended.code != 0
     assert (ended.signal, ended.timed_out) == (None, False)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._gpu.runtime import Event, Runtime, load_runtime
+from keras_dist._gpu.cuda import Event, Runtime, load_runtime
 
 Allocate = Callable[[tuple[int, ...], np.dtype], "DeviceArray"]
 ALIGNMENT = 64  # bytes: a cache line

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import _engine, errors, runtime
-from keras_dist.elastic.state import ObjectState
+from keras_dist.elastic.object_state import ObjectState
 
 OPTIMIZERS = "optimizers"  # key of the description of the optimizers
 

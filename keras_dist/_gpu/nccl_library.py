@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._gpu.runtime import Table, find, load_runtime
+from keras_dist._gpu.cuda import Table, find, load_runtime
 
 OLDEST = 21400  # the first version whose calls can be made without blocking
 IN_PROGRESS = 7
