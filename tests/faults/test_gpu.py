@@ -70,20 +70,23 @@ def test_a_rank_that_dies_after_a_failed_launch(ulfm_job):
         assert f"RankLostError: [rank {rank} of 3] Expected all ranks to " in ended.stdout
 
 
-# --- The same faults in fit, on each backend
+# --- The same faults in fit. Errors pass through the step of each backend; what is behind them, in
+# the engine, is the same, so the other faults have one backend each. torch starts fastest.
 
-# The failed launch on torch represents the others; it starts fastest.
-BACKENDS = ["tensorflow", "jax", "torch"]
 slow = pytest.mark.slow
+
+
+def in_fit(start, ranks, backend, fault, **variables):
+    """Starts ranks that train, with a fault of the test double in the fifth operation."""
+    how = {"KERAS_BACKEND": backend, "GPU_DOUBLE": f"{fault}-in-5", **variables, **DOUBLE}
+    return start(ranks, "fit_faults.py", "on_gpus", **how)
 
 
 @pytest.mark.parametrize(
     "backend", [pytest.param("tensorflow", marks=slow), pytest.param("jax", marks=slow), "torch"]
 )
 def test_a_failed_launch_in_fit(job, backend):
-    ended = job(
-        2, "fit_faults.py", "on_gpus", KERAS_BACKEND=backend, GPU_DOUBLE="fail-in-5", **DOUBLE
-    )
+    ended = in_fit(job, 2, backend, "fail")
     assert ended.returncode != 0
     assert ended.seconds < 30
     for rank in range(2):
@@ -93,21 +96,16 @@ def test_a_failed_launch_in_fit(job, backend):
 
 
 @slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_rank_in_fit(ulfm_job, backend):
-    ended = ulfm_job(
-        3, "fit_faults.py", "on_gpus", KERAS_BACKEND=backend, GPU_DOUBLE="die-in-5", **DOUBLE
-    )
+def test_a_killed_rank_in_fit(ulfm_job):
+    ended = in_fit(ulfm_job, 3, "tensorflow", "die")
     assert ended.returncode != 0
     assert ended.seconds < 30
     assert "Expected all ranks to come" in ended.stdout
 
 
 @slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_continue_in_fit(go_on, backend):
-    how = {"KERAS_BACKEND": backend, "GPU_DOUBLE": "die-in-5", **DOUBLE}
-    printed = go_on(3, "fit_faults.py", "on_gpus", **how).succeeded()
+def test_ranks_continue_in_fit(go_on):
+    printed = in_fit(go_on, 3, "jax", "die").succeeded()
     assert "2 of 3 ranks continue" in printed
     [trained] = {line for line in printed.splitlines() if line.startswith("trained")}
     first, second = trained.removeprefix("trained ").strip("[]").split(", ")
@@ -115,10 +113,8 @@ def test_ranks_continue_in_fit(go_on, backend):
 
 
 @slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_operation_that_does_not_end_in_fit(job, backend):
-    how = {"KERAS_BACKEND": backend, "GPU_DOUBLE": "stuck-in-5", **LIMITS, **DOUBLE}
-    ended = job(2, "fit_faults.py", "on_gpus", **how)
+def test_an_operation_that_does_not_end_in_fit(job):
+    ended = in_fit(job, 2, "torch", "stuck", **LIMITS)
     assert ended.returncode != 0
     assert ended.seconds < 30
     assert "The job ends now: the limit is 3 s" in ended.stdout

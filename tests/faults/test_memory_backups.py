@@ -29,7 +29,7 @@ def weights_of(request, tmp_path):
             command += ["--host-discovery-script", discovers, "--max-restarts", 1]
             command += [SCRIPTS / script, *words, loses]
             settings |= {"KERAS_DIST_STALL_ABORT_SECONDS": "10", TOLD: "1"}
-            environment = lean(FAULT_FOLDER=str(folder), **settings)
+            environment = lean(FAULT_FOLDER=str(folder), KERAS_BACKEND="torch", **settings)
             act = functools.partial(lose, answer, hosts[1]) if loses else int
             ready, allowed = folder / "ready", within if loses else 180
             code, printed = end_after(act, ready, command, environment, hosts, allowed)

@@ -135,8 +135,9 @@ def test_two_operations_of_one_name(job):
     "an error on every rank; the next call succeeds",
     within=20,
 )
-@pytest.mark.parametrize("face", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("face", ["tensorflow", "jax"])
 def test_an_invalid_argument_on_one_rank(job, face):
+    # In compiled steps as well; tests of all faces have the calls outside of them.
     printed = job(2, "invalid_arguments.py", KERAS_BACKEND=face).succeeded()
     assert printed.count("in step") == 2
 

@@ -16,6 +16,11 @@ GOES_ON = (
 )
 
 
+# Which library starts the ranks is independent of what they do: each case has one of the two.
+ON_MPICH = pytest.mark.parametrize("python_of_library", ["mpich"], indirect=True)
+ON_OPEN_MPI = pytest.mark.parametrize("python_of_library", ["openmpi"], indirect=True)
+
+
 @pytest.fixture
 def change(python_of_library, tmp_path):
     """A function that runs a program whose hosts change while it trains; returns its output."""
@@ -64,8 +69,14 @@ def check_fit(tmp_path, sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "then", "backup"),
-    [(2, 3, "memory"), (3, 2, "memory"), (2, 3, "parts"), (3, 2, "disk")],
+    ("python_of_library", "first", "then", "backup"),
+    [
+        ("mpich", 2, 3, "memory"),
+        ("openmpi", 3, 2, "memory"),
+        ("openmpi", 2, 3, "parts"),
+        ("mpich", 3, 2, "disk"),
+    ],
+    indirect=["python_of_library"],
 )
 @pytest.mark.fault(
     "the discovery script names more or fewer slots while a `fit` with a backup runs, with "
@@ -82,7 +93,12 @@ def test_a_fit_goes_on(change, tmp_path, first, then, backup):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "then"), [("host1:2\n", "host1:2\nhost2:1\n"), ("host1:1\nhost2:1\n", "host2:2\n")]
+    ("python_of_library", "first", "then"),
+    [
+        ("mpich", "host1:2\n", "host1:2\nhost2:1\n"),
+        ("openmpi", "host1:1\nhost2:1\n", "host2:2\n"),
+    ],
+    indirect=["python_of_library"],
 )
 def test_a_fit_goes_on_other_hosts_from_the_memory_of_one(python_of_library, tmp_path, first, then):
     script, answer = discovery_script(tmp_path, first)
@@ -98,6 +114,7 @@ def test_a_fit_goes_on_other_hosts_from_the_memory_of_one(python_of_library, tmp
     check_fit(tmp_path, [2, 3] if "host1:2" in first else [2, 2])
 
 
+@ON_MPICH
 @pytest.mark.slow
 def test_a_fit_without_a_backup_is_not_stopped(change, tmp_path):
     printed = change("localhost:2\n", "localhost:3\n", "fit", "none")
@@ -107,7 +124,13 @@ def test_a_fit_without_a_backup_is_not_stopped(change, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "then", "how"), [(2, 3, "memory"), (3, 2, "checks"), (2, 3, "directory")]
+    ("python_of_library", "first", "then", "how"),
+    [
+        ("mpich", 2, 3, "memory"),
+        ("openmpi", 3, 2, "checks"),
+        ("mpich", 2, 3, "directory"),
+    ],
+    indirect=["python_of_library"],
 )
 @pytest.mark.fault(
     "the discovery script names more or fewer slots while a function of `elastic.run` runs, with "
@@ -122,12 +145,14 @@ def test_an_elastic_function_goes_on(change, first, then, how):
     assert f"all {first} ranks stop after a commit." in printed
 
 
+@ON_OPEN_MPI
 @pytest.mark.slow
 def test_a_fit_that_commits_goes_on(change):
     printed = change("localhost:2\n", "localhost:3\n", "elastic_fit")
     assert "sizes 3" in printed and "all 2 ranks stop after a commit." in printed
 
 
+@ON_MPICH
 @pytest.mark.slow
 def test_a_changed_hostfile_is_read_again(change):
     options = ["--hostfile", change.answer, "--max-np", 3]
@@ -135,6 +160,7 @@ def test_a_changed_hostfile_is_read_again(change):
     assert "sizes 2 3" in printed
 
 
+@ON_OPEN_MPI
 @pytest.mark.slow
 def test_a_script_that_fails_while_the_job_runs_is_named_once(change):
     printed = change("localhost:2\n", "localhost:2x\n", "commits", "memory")
