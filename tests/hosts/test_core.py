@@ -19,12 +19,14 @@ EQUALITY = [
     "::test_resumed_training_equals_training_that_was_not_interrupted",
 ]
 
-# Without --all only the engine runs, on two hosts with one rank each.
-CASES = [pytest.param("mpich", ENGINE, 2, 1, id="mpich-2-1-engine")] + [
-    pytest.param(library, tests, *size, id=f"{library}-{size[0]}-{size[1]}", marks=pytest.mark.slow)
-    for library in ("mpich", "openmpi")
-    for size in [(2, 1), (2, 2), (3, 1)]
-    for tests in [EQUALITY if (library, *size) == ("mpich", 2, 1) else ENGINE + EQUALITY]
+# Without --all only the engine runs, on two hosts with one rank each. MPICH also emulates hosts
+# with several ranks, in the jobs of tests/ranks.
+slow = pytest.mark.slow
+CASES = [
+    pytest.param("mpich", ENGINE, 2, 1, id="mpich-2-1-engine"),
+    pytest.param("mpich", EQUALITY, 2, 1, id="mpich-2-1", marks=slow),
+    pytest.param("mpich", ENGINE, 3, 1, id="mpich-3-1", marks=slow),
+    pytest.param("openmpi", ENGINE + EQUALITY, 2, 2, id="openmpi-2-2", marks=slow),
 ]
 
 
