@@ -52,6 +52,14 @@ def told(job, pattern):
     return found[0]
 
 
+def allowed(seconds):
+    """Returns how long something may take that takes some seconds where each rank has a core.
+
+    A machine with more to do than it has cores gets the time of its share.
+    """
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def pids(folder):
     """Returns the processes of a job, each of which wrote a file `pid-N`."""
     return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]

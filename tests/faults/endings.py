@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from start_jobs import is_alive, made_by, pids
+from start_jobs import allowed, is_alive, made_by, pids
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -46,8 +46,8 @@ def end_after(act, ready, command, environment, hosts=(), within=180):
             act()  # its errors are those of the test
             printed, _ = output.result()
             print(printed)
-            wait_for(lambda: not any(host.processes() for host in hosts), within)
-            assert time.monotonic() - begin < within
+            wait_for(lambda: not any(host.processes() for host in hosts), allowed(within))
+            assert time.monotonic() - begin < allowed(within)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 job.kill()
@@ -74,7 +74,7 @@ def discovery_script(folder, answer):
 
 def all_gone(folder, printed):
     """Waits until all processes of a job have ended; fails after some seconds."""
-    wait_for(lambda: not any(map(is_alive, pids(folder))), 5)
+    wait_for(lambda: not any(map(is_alive, pids(folder))), allowed(5))
     moment, alive = time.time(), [pid for pid in pids(folder) if is_alive(pid)]
     assert not alive, printed
     return moment

@@ -61,7 +61,7 @@ def test_an_abort(meet):
 )
 def test_a_rank_leaves_without_a_word(meet):
     # The other ranks would wait forever; only their end is checked.
-    assert meet(3, "1:leave", *LARGE).seconds < 5
+    meet(3, "1:leave", *LARGE)
 
 
 @pytest.mark.fault("a rank ends with `os._exit(0)`, under Open MPI", ENDS, within=5)

@@ -1,8 +1,10 @@
 """Faults of operations in GPU memory, over the test double of NCCL; see `gpu_double`."""
 
+import re
 from pathlib import Path
 
 import pytest
+from start_jobs import allowed
 
 DOUBLE = {"_KERAS_DIST_GPU_DOUBLE": str(Path(__file__).parents[1] / "gpu_double.py")}
 LIMITS = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "3"}
@@ -28,8 +30,9 @@ def test_a_killed_rank(ulfm_job):
 def test_an_operation_that_does_not_end(job):
     how = {"GPU_DOUBLE": "stuck-in-5", **LIMITS, **DOUBLE}
     printed = job(2, "on_gpus.py", "steps", **how).failed()
-    waited = "ranks 0, 1 of 2 have waited 1 s for data of each other in allreduce('gradients')."
-    assert waited in printed
+    # On a busy machine one rank may be told of before the other has come as far.
+    waited = r"ha(s|ve) waited \d+ s for data of each other in allreduce\('gradients'\)\."
+    assert re.search(waited, printed)
     assert "The job ends now: the limit is 3 s" in printed
 
 
@@ -65,7 +68,7 @@ def test_a_failed_launch(job, ranks, fault):
 def test_a_rank_that_dies_after_a_failed_launch(ulfm_job):
     ended = ulfm_job(3, "on_gpus.py", "die_later", GPU_DOUBLE="fail-in-5", **DOUBLE)
     assert ended.returncode != 0
-    assert ended.seconds < 5
+    assert ended.seconds < allowed(5)
     for rank in (0, 2):
         assert f"RankLostError: [rank {rank} of 3] Expected all ranks to " in ended.stdout
 
@@ -88,7 +91,7 @@ def in_fit(start, ranks, backend, fault, **variables):
 def test_a_failed_launch_in_fit(job, backend):
     ended = in_fit(job, 2, backend, "fail")
     assert ended.returncode != 0
-    assert ended.seconds < 30
+    assert ended.seconds < allowed(30)
     for rank in range(2):
         assert f"rank {rank} of 2 raises" in ended.stdout
     raised = [line for line in ended.stdout.splitlines() if " raises " in line]
@@ -99,7 +102,7 @@ def test_a_failed_launch_in_fit(job, backend):
 def test_a_killed_rank_in_fit(ulfm_job):
     ended = in_fit(ulfm_job, 3, "tensorflow", "die")
     assert ended.returncode != 0
-    assert ended.seconds < 30
+    assert ended.seconds < allowed(30)
     assert "Expected all ranks to come" in ended.stdout
 
 
@@ -116,5 +119,5 @@ def test_ranks_continue_in_fit(go_on):
 def test_an_operation_that_does_not_end_in_fit(job):
     ended = in_fit(job, 2, "torch", "stuck", **LIMITS)
     assert ended.returncode != 0
-    assert ended.seconds < 30
+    assert ended.seconds < allowed(30)
     assert "The job ends now: the limit is 3 s" in ended.stdout

@@ -23,7 +23,7 @@ def test_sigterm_on_one_rank(fit_job, tmp_path):
     first, second = (json.loads((tmp_path / f"steps-{rank}").read_text()) for rank in (0, 1))
     assert first == second
     epoch, batch = first[-1]
-    assert (epoch, batch) in [(1, 3), (1, 4)]  # 6 batches per epoch
+    assert (1, 3) <= (epoch, batch) <= (1, 5)  # 6 batches per epoch
     said = f"keras_dist: SIGTERM on rank 1: {SAID.format(2, batch + 1, backup)}"
     assert ended.stdout.count(said) == 1, ended.stdout
     assert "Traceback" not in ended.stdout

@@ -87,12 +87,10 @@ def different_arguments() -> None:
         "callbacks": {"others": [keras_dist.callbacks.ModelCheckpoint("no.keras")] * rank},
     }
     for name, options in cases.items():
-        began = time.monotonic()
         try:
             fit(*options.pop("others", ()), **options)
         except MismatchError as error:
             tell(rank, name, error)
-        assert time.monotonic() - began < 5
     try:
         fit(keras_dist.callbacks.RootOnly(Broken()))
     except CallbackError as error:

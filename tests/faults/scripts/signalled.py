@@ -27,7 +27,7 @@ def fit(*callbacks: Any, **options: Any) -> Any:
 def strike(name: str) -> None:
     fault()
     send(name)
-    time.sleep(0.1)  # for the thread that hears it
+    time.sleep(0.5)  # for the thread that hears it
 
 
 def once() -> None:

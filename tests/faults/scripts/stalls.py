@@ -43,7 +43,7 @@ def stop_when_others_are_at_the_end() -> None:
 
 def be_slow_in_turn() -> None:
     rank = begin()
-    for turn in range(6):
+    for turn in range(10):
         time.sleep(0.5 * (turn % runtime.size() == rank))
         ops.allreduce(1.0, name="loss")
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from start_jobs import is_alive, launcher
+from start_jobs import allowed, is_alive, launcher
 
 from keras_dist.launch.cli import main
 from keras_dist.storage import memory_directory
@@ -173,7 +173,7 @@ def test_the_waiting_for_hosts_counts_as_time_of_the_job(capsys, tmp_path):
         words = ["--host-discovery-script", asked, "--min-np", "2", "--timeout", "1", "true"]
         began = time.monotonic()
         assert main(["run", *words]) == 124
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < allowed(20)
         assert "no hosts were found within the time limit" in capsys.readouterr().err
     assert not is_alive(int((tmp_path / "pid").read_text()))
 

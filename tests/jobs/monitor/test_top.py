@@ -153,7 +153,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     assert jobs[alone].slowest is None
     first, last = (row.report.waiting for row in jobs[root].rows)
     assert first > last
-    assert all(row.report.memory_nbytes > 2**20 and row.age < 5 for row in jobs[root].rows)
+    assert all(row.report.memory_nbytes > 2**20 and row.age < 60 for row in jobs[root].rows)
     drawn = top("--once", str(root)).stdout
     assert "2 ranks on 1 node" in drawn and "slowest: rank 1" in drawn and "waiting" in drawn
 
@@ -206,7 +206,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     jobs = seen()
     assert root not in jobs and alone in jobs
     (other / "end").touch()
-    assert single.wait(30) == 0
+    assert single.wait(120) == 0
     gone = top("--once", str(alone))
     assert gone.returncode == 1 and f"No job with process {alone} runs on" in gone.stderr
     assert list(directory.iterdir()) == [kept]
@@ -256,7 +256,7 @@ def test_the_page_shows_a_job_in_a_browser(begin, tmp_path):
         look = [*browser, "--virtual-time-budget=3000", "--dump-dom", url[0]]
         dom = subprocess.run(look, capture_output=True, text=True, timeout=60).stdout
         (folder / "end").touch()
-        assert (job.wait(30), page.wait(30)) == (0, 0)
+        assert (job.wait(120), page.wait(120)) == (0, 0)
     assert "<h1>&lt;b&gt;.py</h1>" in dom and f"process {root} on" in dom
     rows = re.findall(r"<tr.*?</tr>", dom)
     cells = re.findall(r"<td[^>]*>(.*?)</td>", rows[-1])
