@@ -132,3 +132,13 @@ def test_a_rank_that_cannot_add_up_its_rows_is_an_error_on_all(monkeypatch):
         with pytest.raises(errors.RankError, match="on purpose" if odd else "another rank"):
             keras_dist.sparse_allreduce(*part)
     assert keras_dist.sparse_allreduce(*part)[0].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint64])
+def test_averages_of_rows_are_exact_if_the_sum_of_a_rank_overflows(dtype):
+    limits = np.iinfo(dtype)
+    twice = np.full(2, limits.max if RANK() % 2 else limits.min, dtype)
+    rows, _ = keras_dist.sparse_allreduce(twice, np.array([3, 3]))
+    total = sum(2 * int(limits.max if rank % 2 else limits.min) for rank in range(SIZE()))
+    mean = abs(total) // SIZE() * (1 if total > 0 else -1)
+    assert rows[0] == mean or not limits.min <= mean <= limits.max

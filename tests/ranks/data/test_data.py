@@ -257,27 +257,6 @@ def test_a_reader_caches_the_files_of_each_rank(shared_tmp_path):
 # --- Errors on every rank
 
 
-def endless(batch_size):
-    return lambda: shard(numbers(9).repeat(), batch_size)
-
-
-@pytest.mark.parametrize(
-    ("error", "culprit", "call"),
-    [
-        (errors.DataError, "samples", lambda: shard(np.arange(size() - 1), 2)),
-        (errors.DataError, "samples", lambda: shard(numbers(size() - 1), 2)),
-        (errors.DataError, ".repeat()", endless(2)),
-        (errors.DataError, "Pass steps", lambda: shard(numbers(99).filter(lambda _: True), 2)),
-        (errors.DataError, "of the same length", lambda: shard((np.arange(9), np.arange(8)))),
-        (errors.ArgumentError, "at least 1", lambda: shard(np.arange(9), 0)),
-        (errors.ArgumentTypeError, "file names", lambda: shard("data.npy")),
-    ],
-)
-def test_bad_input_is_refused(error, culprit, call):
-    places = {text[: text.index("]")] for text in raised_everywhere(error, culprit, call)}
-    assert len(places) == size()
-
-
 @pytest.mark.parametrize(
     ("label", "call"),
     [

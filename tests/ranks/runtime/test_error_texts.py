@@ -100,23 +100,94 @@ OPERATIONS = {
     "allreduce and barrier": lambda: [lambda: keras_dist.allreduce(ONES), keras_dist.barrier][
         RANK
     ](),
+    "allreduce: names that differ": lambda: keras_dist.allreduce(ONES, name=["a", "b"][RANK]),
+    "allreduce: factors that differ": lambda: keras_dist.allreduce(ONES, prescale_factor=1 + RANK),
+    "allreduce: a factor of truth values": lambda: keras_dist.allreduce(
+        [True], "max", prescale_factor=2
+    ),
+    "allreduce: objects": lambda: keras_dist.allreduce(np.array([None])),
+    "allreduce: adasum of integers": lambda: keras_dist.allreduce(1, "adasum"),
+    "allreduce: adasum and sum": lambda: keras_dist.allreduce(ONES, ["adasum", "sum"][RANK]),
     "grouped_allreduce: numbers that differ": lambda: keras_dist.grouped_allreduce(
         [ONES] * (1 + RANK)
     ),
+    "grouped_allreduce: factors that differ": lambda: keras_dist.grouped_allreduce(
+        [ONES], postscale_factor=3 - RANK
+    ),
     "sparse_allreduce: op": lambda: keras_dist.sparse_allreduce(X[:1], [0], op="max"),
+    "sparse_allreduce: too few indices": lambda: keras_dist.sparse_allreduce(X[:2], [1]),
+    "sparse_allreduce: indices of two dimensions": lambda: keras_dist.sparse_allreduce(
+        X[:2], [[1], [2]]
+    ),
+    "sparse_allreduce: indices that are no integers": lambda: keras_dist.sparse_allreduce(
+        X[:2], [1.0, 2.0]
+    ),
+    "sparse_allreduce: a scalar": lambda: keras_dist.sparse_allreduce(
+        np.float64(1), np.zeros((), int)
+    ),
+    "sparse_allreduce: truth values": lambda: keras_dist.sparse_allreduce(X[:1] > 0, [0], "sum"),
+    "sparse_allreduce: indices of one rank": lambda: keras_dist.sparse_allreduce(
+        X[:2], [1, 2, 3][: 2 + RANK]
+    ),
+    "sparse_allreduce: rows that differ": lambda: keras_dist.sparse_allreduce(
+        X[:1, : 3 - RANK], [0]
+    ),
+    "sparse_allreduce: dtypes of indices that differ": lambda: keras_dist.sparse_allreduce(
+        X[:1], np.array([0], ["int64", "int32"][RANK])
+    ),
+    "sparse_allreduce: ops that differ": lambda: keras_dist.sparse_allreduce(
+        X[:1], [0], ["sum", "average"][RANK]
+    ),
     "allgather: a scalar": lambda: keras_dist.allgather(1.0),
+    "allgather: objects": lambda: keras_dist.allgather([None]),
     "allgather: later dimensions that differ": lambda: keras_dist.allgather(np.ones((1, 1 + RANK))),
+    "grouped_allgather: a scalar": lambda: keras_dist.grouped_allgather([[1], 1]),
+    "grouped_allgather: later dimensions that differ": lambda: keras_dist.grouped_allgather(
+        [[1.0], np.ones((1, 1 + RANK))], "x"
+    ),
+    "alltoall: a scalar": lambda: keras_dist.alltoall(1.0),
+    "alltoall: objects": lambda: keras_dist.alltoall(np.array([None, None])),
     "alltoall: splits below 0": lambda: keras_dist.alltoall(ONES, splits=[-1, 5]),
     "alltoall: one split": lambda: keras_dist.alltoall(ONES, splits=[4]),
+    "alltoall: more than there is": lambda: keras_dist.alltoall(ONES, splits=[5, 0]),
+    "alltoall: splits that are no integers": lambda: keras_dist.alltoall(ONES, splits=[1.0, 1.0]),
+    "alltoall: splits of two dimensions": lambda: keras_dist.alltoall(ONES, splits=[[1, 1]]),
+    "alltoall: splits of one rank": lambda: keras_dist.alltoall(
+        ONES, splits=[[0, 0], [9, 0]][RANK]
+    ),
     "alltoall: rows": lambda: keras_dist.alltoall(ONES[:3]),
+    "alltoall: later dimensions that differ": lambda: keras_dist.alltoall(
+        np.ones((2, 1 + RANK)), name="x"
+    ),
+    "alltoall and reducescatter": lambda: [keras_dist.alltoall, keras_dist.reducescatter][RANK](
+        ONES
+    ),
     "broadcast: root_rank": lambda: keras_dist.broadcast(ONES, 2),
     "broadcast: root_rank that is no number": lambda: keras_dist.broadcast(ONES, "0"),
     "broadcast: root ranks that differ": lambda: keras_dist.broadcast(ONES, RANK),
+    "broadcast: objects": lambda: keras_dist.broadcast([None]),
     "broadcast_: a tuple": lambda: keras_dist.broadcast_((1, 2)),
     "broadcast_: read only": lambda: keras_dist.broadcast_(np.broadcast_to(ONES, (2, 4))),
+    "broadcast_: objects": lambda: keras_dist.broadcast_([np.array([None])]),
+    "broadcast_: root_rank": lambda: keras_dist.broadcast_([], 2),
+    "broadcast_: shapes that differ": lambda: keras_dist.broadcast_([np.ones(3 + RANK)], 0, "w"),
+    "broadcast_: root ranks that differ": lambda: keras_dist.broadcast_([np.ones(3)], RANK),
     "broadcast_object: root_rank": lambda: keras_dist.broadcast_object(1, -1),
     "broadcast_object: what cannot be pickled": lambda: keras_dist.broadcast_object(lambda: 1),
     "reducescatter: a scalar": lambda: keras_dist.reducescatter(1.0),
+    "reducescatter: op": lambda: keras_dist.reducescatter(ONES, "adasum"),
+    "reducescatter: truth values": lambda: keras_dist.reducescatter([True, False]),
+    "reducescatter: shapes that differ": lambda: keras_dist.reducescatter(np.ones(3 + RANK)),
+    "reducescatter: a scalar of one rank": lambda: keras_dist.reducescatter([ONES, 1.0][RANK]),
+    "reducescatter: ops that differ": lambda: keras_dist.reducescatter(
+        ONES, ["sum", "average"][RANK]
+    ),
+    "reducescatter: factors that differ": lambda: keras_dist.reducescatter(
+        ONES, prescale_factor=1 + RANK
+    ),
+    "grouped_reducescatter: numbers that differ": lambda: keras_dist.grouped_reducescatter(
+        [ONES] * (1 + RANK)
+    ),
     "send: to itself": lambda: keras_dist.send(ONES, RANK),
     "send: destination": lambda: keras_dist.send(ONES, 7),
     "recv: source": lambda: keras_dist.recv(-1),
@@ -136,6 +207,14 @@ OPERATIONS = {
 }
 
 
+ONE = keras.Variable(np.zeros(1), name="one")
+
+
+def built(optimizer):
+    optimizer.build([ONE])
+    return optimizer
+
+
 def raise_on_one():
     with keras_dist.raise_on_all():
         if RANK == 1:
@@ -145,7 +224,17 @@ def raise_on_one():
 OPTIMIZERS = {
     "DistributedOptimizer: a name": lambda: wrap("sgd"),
     "DistributedOptimizer: twice": lambda: wrap(wrap(SGD())),
+    "DistributedOptimizer: twice, in a loss scale": lambda: wrap(
+        keras.optimizers.LossScaleOptimizer(wrap(SGD()))
+    ),
     "DistributedOptimizer: op": lambda: wrap(SGD(), op="max"),
+    "DistributedOptimizer: accumulation twice": lambda: wrap(
+        SGD(gradient_accumulation_steps=4), backward_passes_per_step=2
+    ),
+    "DistributedOptimizer: passes of one that is built": lambda: wrap(
+        built(SGD()), backward_passes_per_step=2
+    ),
+    "DistributedOptimizer: a variable in two groups": lambda: wrap(SGD(), groups=[[ONE], [ONE]]),
     "DistributedOptimizer: compression": lambda: wrap(SGD(), compression=3),
     "DistributedOptimizer: backward_passes_per_step": lambda: wrap(
         SGD(), backward_passes_per_step=0
@@ -166,6 +255,9 @@ OPTIMIZERS = {
     "DistributedOptimizer: a sharded Lamb": lambda: wrap(keras.optimizers.Lamb(), shard_state=True),
     "DistributedOptimizer: shard_gradients": lambda: wrap(SGD(), shard_gradients=True),
     "PartialDistributedOptimizer: local_layers": lambda: partial(SGD(), local_layers=["dense"]),
+    "PartialDistributedOptimizer: clipping by a norm of all": lambda: partial(
+        SGD(global_clipnorm=1.0), local_layers=[Dense(1, name="dense")]
+    ),
     "register_local_var": lambda: wrap(SGD()).register_local_var(3),
     "apply: gradients": lambda: wrap(SGD()).apply([ONES], []),
     "LARS: trust_coefficient": lambda: keras_dist.optimizers.LARS(trust_coefficient=-1),
@@ -227,6 +319,7 @@ def schedule():
 
 
 CALLBACKS = {
+    "callbacks: a list": lambda: keras_dist.callbacks(["x"]),
     "callbacks: uneven": lambda: keras_dist.callbacks(uneven="ignore"),
     "callbacks: on_failure": lambda: keras_dist.callbacks(on_failure="retry"),
     "callbacks: on_failure replace": lambda: keras_dist.callbacks(on_failure="replace"),
@@ -243,6 +336,7 @@ CALLBACKS = {
     "GoOnWithoutLostRanks: share_out": lambda: callbacks.GoOnWithoutLostRanks(share_out=3),
     "VerifyReplicas: every": lambda: callbacks.VerifyReplicas(every=0),
     "RootOnly: no callback": lambda: callbacks.RootOnly("log"),
+    "RootOnly: root_rank": lambda: callbacks.RootOnly(keras.callbacks.Callback(), root_rank=99),
     "RootOnly: a callback that changes training": lambda: callbacks.RootOnly(
         keras.callbacks.ReduceLROnPlateau()
     ),
@@ -255,6 +349,7 @@ CALLBACKS = {
     ),
     "ShardedCheckpoint: keep": lambda: callbacks.ShardedCheckpoint("checkpoints", keep=0),
     "ShardedCheckpoint: root_rank": lambda: callbacks.ShardedCheckpoint("x", root_rank=9),
+    "ModelCheckpoint: root_rank": lambda: callbacks.ModelCheckpoint("m.keras", root_rank=99),
     "BackupAndRestore: root_rank": lambda: callbacks.BackupAndRestore("backup", root_rank=-1),
     "fit: a plain optimizer": lambda: fit(optimizer=SGD(0.1)),
     "fit: steps that differ": lambda: fit(x=ListOf(2, 3), made={"uneven": "error"}),

@@ -1,9 +1,7 @@
 """Process sets: creation, collectives of their ranks, and training."""
 
-import itertools
 import threading
 
-import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -17,20 +15,6 @@ pytestmark = pytest.mark.jobs("engine", "torch-4")
 RANK, SIZE = keras_dist.rank, keras_dist.size
 world = MPI.COMM_WORLD
 LARGE = 100_003
-
-
-OPS = {
-    "sum": lambda rows: rows.sum(axis=0),
-    "average": lambda rows: rows.mean(axis=0),
-    "min": lambda rows: rows.min(axis=0),
-    "max": lambda rows: rows.max(axis=0),
-    "product": lambda rows: rows.prod(axis=0),
-}
-
-
-def contribution(rank, shape, dtype):
-    """The input of a rank: integers, which every dtype represents exactly."""
-    return np.random.default_rng([rank, *shape]).integers(0, 4, shape).astype(dtype)
 
 
 @pytest.fixture
@@ -324,7 +308,7 @@ def test_ranks_that_remove_different_sets(add):
         keras_dist.barrier(process_set=first)
 
 
-# --- Collectives
+# --- Collectives; the values of all of them are in `test_faces`
 
 
 @pytest.fixture(params=subsets() or [(0,)], ids=str)
@@ -340,90 +324,11 @@ def outside(call):
         call()
 
 
-def stacked(some, shape, dtype):
-    return np.stack([contribution(r, shape, dtype) for r in some.ranks])
-
-
-@pytest.mark.parametrize("shape", [(), (3, 5), (LARGE,)])
-def test_allreduce(some, shape):
-    rounding = {np.float32: 1e-6, ml_dtypes.bfloat16: 2**-8, np.int32: 0}
-    for op, dtype in itertools.product(OPS, rounding):
-        mine = contribution(RANK(), shape, dtype)
-        if not some.included():
-            outside(lambda mine=mine, op=op: keras_dist.allreduce(mine, op, process_set=some))
-            continue
-        result = keras_dist.allreduce(mine, op, process_set=some)
-        expected = OPS[op](stacked(some, shape, dtype).astype(np.float64))
-        expected = np.trunc(expected) if dtype is np.int32 else expected
-        np.testing.assert_allclose(result.astype("f8"), expected, rtol=rounding[dtype])
-        assert (result.dtype, result.shape) == (dtype, shape)
-
-
 def test_results_have_the_same_bits_on_all_ranks_of_the_set(some):
     if some.included():
         mine = np.random.default_rng(RANK()).standard_normal(LARGE).astype(np.float32)
         result = keras_dist.allreduce(mine, process_set=some).tobytes()
         assert len(set(keras_dist.allgather_object(result, process_set=some))) == 1
-
-
-def test_grouped_reductions(some):
-    values = [contribution(RANK(), (7, 2), np.float32), contribution(RANK(), (5,), np.int64)]
-    if not some.included():
-        outside(lambda: keras_dist.grouped_allreduce(values, process_set=some))
-        outside(lambda: keras_dist.reducescatter(values[0], process_set=some))
-        outside(lambda: keras_dist.grouped_reducescatter(values, process_set=some))
-        return
-    sums = [
-        stacked(some, (7, 2), np.float32).sum(axis=0),
-        stacked(some, (5,), np.int64).sum(axis=0),
-    ]
-    results = keras_dist.grouped_allreduce(values, "sum", process_set=some)
-    for result, expected in zip(results, sums, strict=True):
-        np.testing.assert_array_equal(result, expected)
-    parts = [np.array_split(total, some.size())[some.rank()] for total in sums]
-    results = keras_dist.grouped_reducescatter(values, "sum", process_set=some)
-    results.append(keras_dist.reducescatter(values[0], "sum", process_set=some))
-    for result, expected in zip(results, [*parts, parts[0]], strict=True):
-        np.testing.assert_array_equal(result, expected)
-
-
-def test_adasum(some):
-    if not some.included():
-        outside(lambda: keras_dist.allreduce([2.0, 0.0], "adasum", process_set=some))
-    elif some.size() & (some.size() - 1):
-        with pytest.raises(errors.ArgumentError, match=r"Received: 3 ranks\. Start 2 or 4 ranks"):
-            keras_dist.allreduce([2.0, 0.0], "adasum", process_set=some)
-    else:
-        result = keras_dist.allreduce([2.0, 0.0], "adasum", process_set=some)
-        np.testing.assert_array_equal(result, [2, 0])
-
-
-def test_allgather(some):
-    mine = contribution(RANK(), (RANK() + 1, 2), np.float32)
-    if not some.included():
-        outside(lambda: keras_dist.allgather(mine, process_set=some))
-        outside(lambda: keras_dist.grouped_allgather([mine], process_set=some))
-        return
-    expected = np.concatenate([contribution(r, (r + 1, 2), np.float32) for r in some.ranks])
-    np.testing.assert_array_equal(keras_dist.allgather(mine, process_set=some), expected)
-    results = keras_dist.grouped_allgather([mine, [RANK()]], process_set=some)
-    np.testing.assert_array_equal(results[0], expected)
-    np.testing.assert_array_equal(results[1], some.ranks)
-
-
-def test_alltoall(some):
-    if not some.included():
-        outside(lambda: keras_dist.alltoall([1], process_set=some))
-        return
-    size, me = some.size(), some.rank()
-    mine = np.arange(2 * size) + 100 * RANK()
-    expected = np.concatenate([np.arange(2 * me, 2 * me + 2) + 100 * r for r in some.ranks])
-    np.testing.assert_array_equal(keras_dist.alltoall(mine, process_set=some), expected)
-    rows, received = keras_dist.alltoall(mine, splits=[1] * size, process_set=some)
-    np.testing.assert_array_equal(rows, [100 * r + me for r in some.ranks])
-    np.testing.assert_array_equal(received, [1] * size)
-    with pytest.raises(errors.ArgumentError, match=rf"splits to be {size} integers"):
-        keras_dist.alltoall(mine, splits=[0] * (size + 1), process_set=some)
 
 
 def test_the_root_is_a_rank_of_the_job(some):
@@ -446,15 +351,6 @@ def test_the_root_is_a_rank_of_the_job(some):
         ):
             keras_dist.broadcast(mine, wrong, process_set=some)
     keras_dist.barrier(process_set=some)
-
-
-def test_objects_and_barrier(some):
-    if not some.included():
-        outside(lambda: keras_dist.allgather_object(RANK(), process_set=some))
-        outside(lambda: keras_dist.barrier(process_set=some))
-        return
-    keras_dist.barrier(process_set=some)
-    assert keras_dist.allgather_object(RANK(), process_set=some) == some.ranks
 
 
 def test_a_difference_within_a_set_names_ranks_of_the_job(some):
