@@ -118,11 +118,14 @@ GROUPS = {
     # JAX compiles for minutes: tests without a row in docs/backends.md run with --all only.
     "jax-2-rows": ("jax-2", "jax-2-rest"),
     "training": ("tensorflow-2", "torch-2", "training-double-torch-2"),
+    # What runs on the host alone, wherever the arrays of a model are.
+    "hooks": ("tensorflow-2", "torch-2"),
     "engine": ("tensorflow-2", "openmpi-3"),
     "double": ("double-tensorflow-2", "double-jax-2", "double-torch-2"),
     "equality": ("tensorflow-3", "jax-1", "jax-3", "torch-1", "torch-3"),
+    # On three ranks torch represents the others; test_exactness draws optimizers on each.
     "steps": (
-        *("tensorflow-3", "jax-1", "jax-3", "torch-1", "torch-3", "openmpi-2"),
+        *("jax-1", "torch-1", "torch-3", "openmpi-2"),
         *("double-tensorflow-2", "double-jax-2", "double-torch-2"),
     ),
 }

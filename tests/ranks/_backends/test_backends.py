@@ -11,7 +11,7 @@ from small_training import assert_close, compiled, make_data, make_model, rows_o
 import keras_dist
 from keras_dist import errors
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
 
 BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()

@@ -22,7 +22,7 @@ from small_training import (
 import keras_dist
 
 pytestmark = [
-    pytest.mark.jobs("training"),
+    pytest.mark.jobs("tensorflow-2"),
     pytest.mark.skipif(
         keras.backend.backend() != "tensorflow", reason="tests the TensorFlow backend"
     ),

@@ -12,7 +12,7 @@ from keras_dist.callbacks import (
     LearningRateWarmupCallback,
 )
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("hooks", "jax-2-rows")
 
 
 class Rates(keras.callbacks.Callback):
@@ -159,25 +159,10 @@ def test_a_warmup_ends_at_its_rate_with_several_steps_per_execution():
     assert history["learning_rate"] == [pytest.approx(0.1)]
 
 
-def test_bad_schedules_are_refused():
-    if hasattr(keras.optimizers, "MultiOptimizer"):
-        rates = {".*/bias": keras.optimizers.Adam(0.01)}
-        each = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), rates)
-        several = keras.optimizers.MultiOptimizer(each)
-        with pytest.raises(errors.ArgumentError, match="with one learning rate"):
-            distributed(several).fit(
-                *make_data(8), verbose=0, callbacks=[LearningRateScheduleCallback(0.1, 1.0)]
-            )
-    with pytest.raises(errors.ArgumentError, match="initial_lr to be a number"):
-        LearningRateScheduleCallback(None, 0.1)
-    cosine = keras.optimizers.schedules.CosineDecay(0.1, 10)
-    model = distributed(keras.optimizers.SGD(cosine))
-    with pytest.raises(errors.ArgumentError, match="whose learning rate is a number"):
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="an earlier Keras")
+def test_several_learning_rates_are_refused():
+    rates = {".*/bias": keras.optimizers.Adam(0.01)}
+    each = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), rates)
+    model = distributed(keras.optimizers.MultiOptimizer(each))
+    with pytest.raises(errors.ArgumentError, match="with one learning rate"):
         model.fit(*make_data(8), verbose=0, callbacks=[LearningRateScheduleCallback(0.1, 1.0)])
-
-    def endless():
-        while True:
-            yield make_data(4)
-
-    with pytest.raises(errors.ArgumentError, match="number of steps per epoch"):
-        distributed().fit(endless(), verbose=0, callbacks=[LearningRateWarmupCallback(0.1)])

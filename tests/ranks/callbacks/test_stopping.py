@@ -9,7 +9,7 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import AgreeOnStoppingCallback, RootOnly
 
-pytestmark = pytest.mark.jobs("training")
+pytestmark = pytest.mark.jobs("hooks")
 
 
 class Steps(keras.callbacks.Callback):

@@ -11,7 +11,7 @@ import keras_dist
 from keras_dist import _engine, runtime
 from keras_dist.callbacks import throughput
 
-pytestmark = pytest.mark.jobs("training")
+pytestmark = pytest.mark.jobs("hooks")
 
 EPOCH_SECONDS = 2.0
 SAMPLES, BATCH, STEPS = 10, 4, 3  # the last batch has 2

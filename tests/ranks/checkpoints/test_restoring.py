@@ -11,7 +11,7 @@ import keras_dist
 from keras_dist.callbacks import BackupAndRestore
 from keras_dist.training import random_generators
 
-pytestmark = pytest.mark.jobs("training")
+pytestmark = pytest.mark.jobs("hooks")
 
 BACKEND = keras.backend.backend()
 Adam, SGD = keras.optimizers.Adam, keras.optimizers.SGD

@@ -19,7 +19,7 @@ from keras_dist.callbacks import (
 )
 from keras_dist.resume.state import Metrics, pack, unpack
 
-pytestmark = pytest.mark.jobs("training")
+pytestmark = pytest.mark.jobs("hooks")
 
 STEPS = 3
 

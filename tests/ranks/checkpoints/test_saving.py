@@ -12,7 +12,7 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.training import distributed, model_state, saved_options
 
-pytestmark = pytest.mark.jobs("training", "tensorflow-1")
+pytestmark = pytest.mark.jobs("hooks", "tensorflow-1")
 
 BACKEND = keras.backend.backend()
 

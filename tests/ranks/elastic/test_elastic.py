@@ -14,7 +14,7 @@ from keras_dist import elastic, errors
 from keras_dist.training import built_optimizers, model_state
 from keras_dist.training.model_state import accumulators
 
-pytestmark = pytest.mark.jobs("training")
+pytestmark = pytest.mark.jobs("hooks")
 
 RANK = keras_dist.rank()
 
