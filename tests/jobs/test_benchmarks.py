@@ -39,7 +39,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(run
     assert "argument --output: no results can be written to" in capsys.readouterr().err
 
 
-def measured(script, *options, **variables):
+def measured(script, *options):
     """Runs a benchmark as a command, without frameworks that it does not need."""
     return subprocess.run(
         [sys.executable, FOLDER / script, *map(str, options)],
@@ -48,7 +48,7 @@ def measured(script, *options, **variables):
         stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
-        env=lean(KERAS_BACKEND="torch", **variables),
+        env=lean(KERAS_BACKEND="torch"),
     )
 
 

@@ -196,7 +196,20 @@ OPERATIONS = {
     "raise_on_all": lambda: raise_on_one(),
     "ProcessSet": lambda: keras_dist.ProcessSet("01"),
     "ProcessSet: a float": lambda: keras_dist.ProcessSet([0.5]),
+    "ProcessSet: no ranks": lambda: keras_dist.ProcessSet([]),
+    "ProcessSet: a rank twice": lambda: keras_dist.ProcessSet([0, 0]),
+    "ProcessSet: below 0": lambda: keras_dist.ProcessSet([-1]),
+    "ProcessSet: a number": lambda: keras_dist.ProcessSet(3),
     "add_process_set: a rank": lambda: keras_dist.add_process_set([5]),
+    "add_process_set: all ranks": lambda: keras_dist.add_process_set([0, 1]),
+    "add_process_set: the set of all": lambda: keras_dist.add_process_set(
+        keras_dist.global_process_set
+    ),
+    "add_process_set: a float of one rank": lambda: keras_dist.add_process_set([[0], [0.5]][RANK]),
+    "add_process_set and barrier": lambda: [
+        lambda: keras_dist.add_process_set([0]),
+        keras_dist.barrier,
+    ][RANK](),
     "add_process_set: the same ranks": lambda: in_set(lambda _: keras_dist.add_process_set([0])),
     "add_process_set: sets that differ": lambda: keras_dist.add_process_set([RANK]),
     "remove_process_set": lambda: keras_dist.remove_process_set([0]),

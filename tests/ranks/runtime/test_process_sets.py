@@ -89,19 +89,6 @@ def test_a_set_before_it_has_an_id():
         keras_dist.barrier(process_set=alone)
 
 
-@pytest.mark.parametrize("ranks", [[], [0, 0], [0.5], ["0"], [-1], "ab"])
-def test_ranks_that_make_no_set(ranks):
-    with pytest.raises(errors.ArgumentError, match=r"at least one rank.*keras_dist.ProcessSet"):
-        ProcessSet(ranks)
-
-
-def test_other_objects_than_lists_of_ranks_are_refused():
-    with pytest.raises(errors.ArgumentTypeError, match=r"a list of ranks or an mpi4py.MPI.Comm"):
-        ProcessSet(3)
-    with pytest.raises(errors.ArgumentTypeError, match=r"a keras_dist.ProcessSet. Received: \[0\]"):
-        keras_dist.barrier(process_set=[0])
-
-
 # --- Sets of init
 
 
@@ -255,42 +242,6 @@ def test_add_remove_and_reuse(add):
 def test_the_set_of_all_ranks_cannot_be_removed():
     assert not keras_dist.remove_process_set(keras_dist.global_process_set)
     assert keras_dist.global_process_set.size() == SIZE()
-
-
-@pytest.mark.parametrize("wrong", ["all", "twice", "global", "not there", "not whole"])
-def test_sets_that_cannot_be_added(add, wrong):
-    several()
-    add([1])
-    ranks, text = {
-        "all": (range(SIZE()), "a set that exists already"),
-        "twice": ([1], "rank 1, a set that exists already"),
-        "global": (keras_dist.global_process_set, "a set that exists already"),
-        "not there": ([SIZE()], f"the job has 0 to {SIZE() - 1}"),
-        "not whole": ([0.5], "distinct integers"),
-    }[wrong]
-    texts = raised_on_all(errors.ArgumentError, lambda: keras_dist.add_process_set(ranks))
-    assert all(text in each for each in texts)
-    assert isinstance(errors.ArgumentError(), ValueError)
-
-
-def test_ranks_that_add_different_sets():
-    several()
-    odd = RANK() == SIZE() - 1
-    texts = raised_on_all(errors.MismatchError, lambda: keras_dist.add_process_set([int(odd)]))
-    assert set(texts) == {
-        f"[rank {SIZE() - 1} of {SIZE()}] Expected process set number 0 to be made from rank 0 as "
-        "on rank 0. Received: rank 1. Pass the same process sets, in the same order, on every "
-        "rank."
-    }
-    texts = raised_on_all(
-        errors.ArgumentError, lambda: keras_dist.add_process_set([0.5] if odd else [0])
-    )
-    assert all(f"[rank {SIZE() - 1} of {SIZE()}]" in text for text in texts)
-    texts = raised_on_all(
-        errors.MismatchError,
-        lambda: keras_dist.barrier() if odd else keras_dist.add_process_set([0]),
-    )
-    assert "Expected add_process_set as on rank 0. Received: barrier." in texts[0]
 
 
 def test_ranks_that_remove_different_sets(add):
