@@ -109,7 +109,7 @@ JOBS = {
     # tests of checkpoints and the engine.
     "openmpi-2": Job(2, library="openmpi"),
     "openmpi-3": Job(3, library="openmpi"),
-    "slow-3": Job(3, marked="slow"),
+    "slow-3": Job(3, "torch", marked="slow"),
     "jax-2-rest": Job(2, "jax", recorded=False),
     "training-double-torch-2": double(2, "torch", slow=False),
 }

@@ -1,15 +1,9 @@
-"""Data in files on several ranks and in `fit`: shards cover the data, and errors reach all ranks.
+"""Data in files, on several ranks and in `fit`: shards cover it, and errors reach all ranks."""
 
-An interrupted epoch resumes with the next unseen sample.
-"""
-
-import contextlib
-import gc
 import io
 import itertools
 import tarfile
 
-import h5py
 import keras
 import numpy as np
 import pyarrow as pa
@@ -21,7 +15,7 @@ from PIL import Image
 import keras_dist
 from keras_dist import data, errors
 
-pytestmark = pytest.mark.jobs("tensorflow-2", "tensorflow-1", "slow-3")
+pytestmark = pytest.mark.jobs("tensorflow-2", "tensorflow-1")
 
 COUNT = 29
 
@@ -50,10 +44,6 @@ def write(folder):
             (folder / "images" / f"class {number % 2}").mkdir(parents=True, exist_ok=True)
             path = folder / "images" / f"class {number % 2}" / f"{number}.png"
             Image.new("L", (2, 2), int(number)).save(path)
-    numbers = np.arange(COUNT, dtype="float32")
-    with h5py.File(folder / "all.h5", "w") as file:
-        file["x"], file["y"] = numbers[:, None], numbers
-    np.save(folder / "x.npy", numbers[:, None])
 
 
 def parse(record):
@@ -172,68 +162,3 @@ def test_failures_are_those_of_all_ranks(folder, caplog):
         raised_everywhere(
             errors.MismatchError, "the digest of the file names", lambda: data.npz(paths, "x")
         )
-
-
-# --- Interrupted runs
-
-
-class Interrupted(Exception):
-    """Ends the training in these tests."""
-
-
-class Seen(keras.Sequential):
-    """Records the samples of each step without learning; can be interrupted after some steps."""
-
-    def __init__(self, steps=None):
-        super().__init__([keras.Input((1,)), keras.layers.Dense(1)])
-        self.compile(
-            keras_dist.DistributedOptimizer(keras.optimizers.SGD()), "mse", run_eagerly=True
-        )
-        self.numbers, self.steps = [], steps
-
-    def train_step(self, batch):
-        x = batch[0] if isinstance(batch, tuple) else batch
-        self.numbers.append(np.asarray(x).reshape(-1).astype(int).tolist())
-        return {"loss": keras.ops.zeros(())}
-
-    def fit(self, part, *callbacks):
-        # A backup is written after all callbacks of the end of a batch.
-        end = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_, **__: self.interrupt())
-        callbacks = keras_dist.callbacks(*callbacks, end)
-        with contextlib.suppress(Interrupted):
-            super().fit(part, epochs=2, verbose=0, callbacks=callbacks)
-        return self.numbers
-
-    def interrupt(self):
-        if len(self.numbers) == self.steps:
-            raise Interrupted
-
-
-ROWS = {
-    "hdf5": lambda folder, **options: data.hdf5(folder / "all.h5", "x", "y", 4, block=6, **options),
-    "npy": lambda folder, **options: data.npy(folder / "x.npy", None, 4, block=6, **options),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shuffle", [True, "global"])
-def test_an_interrupted_epoch_goes_on_with_the_next_unseen_sample(folder, shuffle):
-    if keras_dist.rank() == 0:
-        write(folder)
-    keras_dist.barrier()
-    for name, source in (SOURCES | ROWS).items():
-        part = source(folder, shuffle=shuffle)
-        steps = len(part)
-        expected = Seen().fit(part)
-        first, second = (list(itertools.chain(*of)) for of in (expected[:steps], expected[steps:]))
-        assert first != second and sorted(of_all(second)) == list(range(COUNT)), name
-        del part
-        gc.collect()
-
-        def run(name=name, source=source, after=steps + 2):
-            backup = keras_dist.callbacks.BackupAndRestore(folder / f"of {name}", save_freq=after)
-            return Seen(after).fit(source(folder, shuffle=shuffle), backup)
-
-        before, after = run(), run()
-        assert (len(before), len(after)) == (steps + 2, steps - 2), name
-        assert before + after == expected, name
