@@ -7,6 +7,7 @@ numpy function on the host within a train step; the engine provides that functio
 import contextlib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -225,7 +226,17 @@ class Backend(Protocol):
 
 def active() -> Backend:
     """Returns the backend of Keras in this process; imports Keras."""
-    import keras
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        raise errors.LaunchError(
+            "[keras_dist]",
+            f"Keras to find its backend, {os.environ.get('KERAS_BACKEND', SUPPORTED[0])} unless "
+            "its configuration file names another",
+            f"no module {error.name!r}",
+            "Set KERAS_BACKEND to a backend that is installed, or install one, for example: "
+            "pip install 'keras_dist[torch]'. keras-dist doctor names those that are installed.",
+        ) from error
 
     name = keras.backend.backend()
     if name not in SUPPORTED:

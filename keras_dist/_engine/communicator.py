@@ -18,7 +18,7 @@ from keras_dist._engine.faults.rank_state import lost
 from keras_dist._engine.faults.stall_watchdog import StallWatchdog
 from keras_dist._engine.memory import IdleMemory, ResultPool, RowMemory
 from keras_dist._engine.mpi.digests import DigestExchange, decline
-from keras_dist._engine.mpi.library import MemoryFence, orders_stores
+from keras_dist._engine.mpi.library import NO_ROOM, MemoryFence, orders_stores
 from keras_dist._engine.mpi.topology import (
     Links,
     Topology,
@@ -38,7 +38,6 @@ from keras_dist._engine.signature import JoinedRanks
 
 _log = logging.getLogger("keras_dist")
 
-NO_ROOM = "A container gets more by --shm-size=1g (Docker, Podman) or --bind /dev/shm (Apptainer)."
 TOO_MANY_FILES = (
     "Let a process open more files, by ulimit -n before the job starts, or keep fewer models."
 )

@@ -20,6 +20,7 @@ from keras_dist import _backends, _engine, _gpu, config, errors
 from keras_dist._version import __version__
 from keras_dist.runtime import launch_environment
 
+MPICH_NBYTES = 2**20  # of shared memory for each rank of a node, without which MPI_Init crashes
 CLOCK_SECONDS = 60  # by which clocks may differ without a warning
 ALIKE = (
     "bucket_nbytes",
@@ -48,6 +49,7 @@ def connect_ranks(comm: Any | Sequence[int] | None) -> _engine.Communicator:
     mpi = None if alone else _engine.library.load_mpi()
     if mpi is not None:
         _check_launcher(mpi)
+        _check_start(mpi)
         _engine.library.start_mpi(mpi)
         _check_all_live(mpi)
     if comm is None and not alone:
@@ -151,6 +153,30 @@ def _check_launcher(mpi: Any) -> None:
         raise _launcher_mismatch(announced, _engine.library.version(mpi))
 
 
+def _check_start(mpi: Any) -> None:
+    """Refuses what MPI itself would answer by ending the process: it is over, or lacks memory."""
+    if mpi.Is_finalized():
+        raise errors.LaunchError(
+            "[keras_dist.init]",
+            "MPI that is not finalized",
+            "a process that has called MPI.Finalize, after which MPI cannot start again",
+            "Call keras_dist.init before, and leave MPI.Finalize to the end of the process.",
+        )
+    count = launch_environment.announced_local_size()
+    is_mpich = sys.platform == "linux" and mpi.get_vendor()[0] == "MPICH"
+    if not is_mpich or mpi.Is_initialized() or count == 1:
+        return
+    if (room := _engine.library.shared_memory_nbytes()) < count * MPICH_NBYTES:
+        atexit.register(_abort_job)
+        raise errors.LaunchError(
+            "[keras_dist.init]",
+            f"{count * MPICH_NBYTES >> 20} MiB of shared memory, which MPICH needs for {count} "
+            "ranks of a node",
+            f"{room >> 20} MiB of room in /dev/shm, on {os.uname().nodename}",
+            _engine.library.NO_ROOM,
+        )
+
+
 def _check_all_live(mpi: Any) -> None:
     """Checks that no rank has died earlier in a job that continues without it."""
     if _engine.library.survives_process_death() and (
@@ -206,8 +232,7 @@ def _launcher_mismatch(
 ) -> errors.LaunchError:
     mpiexec = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     hint = f" (it may be {mpiexec})" if os.path.exists(mpiexec) else ""
-    if "PMI_FD" in os.environ:
-        atexit.register(_abort_job)
+    atexit.register(_abort_job)
     return errors.LaunchError(
         "[keras_dist.init]",
         f"{announced.size} ranks or more, as announced by {announced.launcher} "
@@ -221,7 +246,7 @@ def _launcher_mismatch(
 
 def _abort_job() -> None:
     """Ends the job of Hydra, by PMI-1: ranks with its library wait for this one in MPI_Init."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(KeyError, OSError, ValueError):
         os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=1\n")
 
 

