@@ -65,11 +65,11 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     Returns whether the data of all ranks has been sharded by `keras_dist.data`, and whether their
     batches are known to have equal shapes in each step. Collective; blocks.
     """
-    if runtime.fit_size() == 1:
-        return True, False
     if not members(flat(arguments)):
-        if distributed_optimizers(arguments["self"]):
+        if distributed_optimizers(arguments["self"]) and runtime.fit_size() > 1:
             _warn_of_weights()
+        return True, False
+    if runtime.fit_size() == 1:
         return True, False
     comm = runtime.fit_communicator()
     asks = _put_in_order(arguments)

@@ -96,7 +96,7 @@ def test_sdist_holds_what_the_tests_need(distributions):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_first_example_runs_from_the_wheel(distributions, tmp_path, backend):
-    """In an environment with the wheel, a backend and an MPI library, by the commands of the README."""
+    """With the commands of the README, in an environment without anything else."""
     wheel, _ = distributions
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)[1]

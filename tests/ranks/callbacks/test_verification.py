@@ -5,11 +5,12 @@ import warnings
 
 import keras
 import pytest
-from small_training import agreed, compiled, make_data, make_model, weights_of
+from small_training import agreed, compiled, distributed, make_data, make_model, weights_of
 
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import VerifyReplicas
+from keras_dist.training import agreement
 
 pytestmark = pytest.mark.jobs("training")
 
@@ -28,6 +29,15 @@ def fit(*callbacks, epochs=3):
     model = make_model(optimizer, run_eagerly=True)
     callbacks = keras_dist.callbacks(*callbacks)
     return model, model.fit(*make_data(8), epochs=epochs, verbose=0, callbacks=callbacks)
+
+
+def test_a_fit_without_callbacks_is_warned_of_once(caplog):
+    agreement._warn_of_weights.cache_clear()
+    for _ in range(2):
+        distributed().fit(*make_data(8), verbose=0)
+    make_model().fit(*make_data(8), verbose=0)  # not distributed: ranks may train alone
+    told = caplog.text.count("none; the initial weights are not broadcast")
+    assert told == (keras_dist.size() > 1 and keras_dist.rank() == 0)
 
 
 def test_equal_replicas_pass():
