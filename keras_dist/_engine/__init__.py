@@ -8,10 +8,19 @@ from keras_dist._engine.arithmetic import ReduceOp, parse_factor, parse_op
 from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives import piggyback
 from keras_dist._engine.collectives.allgather import FusedAllgather
+from keras_dist._engine.collectives.compressed import CompressedAllreduce
+from keras_dist._engine.collectives.feedback import Feedback
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.communicator import Communicator, ranks_of, subset
-from keras_dist._engine.compression import Compression, Compressor, parse_compression
+from keras_dist._engine.compression import (
+    Compression,
+    Compressor,
+    parse_compression,
+    parse_gradient_compression,
+)
 from keras_dist._engine.faults import progress
+from keras_dist._engine.files import File
+from keras_dist._engine.gradient_compression import GradientCompression
 from keras_dist._engine.gradient_sets import Form, GradientSet, UnlikeGradients
 from keras_dist._engine.mpi import library
 from keras_dist._engine.mpi_file import File
@@ -34,13 +43,16 @@ __all__ = [
     "BucketOptions",
     "CollectiveSignature",
     "Communicator",
+    "CompressedAllreduce",
     "Compression",
     "Compressor",
+    "Feedback",
     "File",
     "Form",
     "FusedAllgather",
     "FusedAllreduce",
     "GpuPath",
+    "GradientCompression",
     "GradientSet",
     "Handle",
     "Inquiries",
@@ -58,6 +70,7 @@ __all__ = [
     "library",
     "parse_compression",
     "parse_factor",
+    "parse_gradient_compression",
     "parse_op",
     "path_of",
     "piggyback",

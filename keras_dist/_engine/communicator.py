@@ -52,6 +52,7 @@ class FaultState:
     changes: int = 0
     mismatch: str | None = None
     joined: JoinedRanks | None = None
+    joins: int = 0
     on_missing: Callable[[], None] | None = None
 
 

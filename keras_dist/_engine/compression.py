@@ -1,10 +1,16 @@
-"""Wire formats of numbers between nodes: uncompressed, or in fewer bits. Independent of MPI."""
+"""Wire formats of numbers between nodes, and the names of all compressions. Independent of MPI."""
 
 from typing import Any
 
 import numpy as np
 
 from keras_dist import config, errors
+from keras_dist._engine.gradient_compression import (
+    GradientCompression,
+    PowerSGD,
+    TopK,
+    gradient_compression_of,
+)
 
 
 class Compressor:
@@ -86,16 +92,95 @@ class _BFloat16(_Uncompressed):
 
 
 class Compression:
-    """Wire formats of float32 and float64 between nodes; nothing is compressed within a node.
+    """Compressions of float32 and float64, for slow links.
 
-    `none` sends numbers uncompressed. `fp16` sends float16: 11 significant bits, infinite from
-    65520 on. `bf16` sends bfloat16: 8 significant bits, the range of float32. Derive from
-    `Compressor` for other formats.
+    Wire formats between nodes, for any reduction; nothing is compressed within a node: `none` sends
+    numbers uncompressed. `fp16` sends float16: 11 significant bits, infinite from 65520 on. `bf16`
+    sends bfloat16: 8 significant bits, the range of float32. Derive from `Compressor` for others.
+
+    Compressions with error feedback, for the gradients of an optimizer: `powersgd` and `topk`.
     """
 
     none: Compressor = _Uncompressed()
     fp16: Compressor = _Float16()
     bf16: Compressor = _BFloat16()
+
+    @staticmethod
+    def powersgd(
+        rank: int = 4, *, start_step: int = 0, min_compression_rate: float = 2.0
+    ) -> GradientCompression:
+        """Returns a compression that sends gradients as products of two narrow matrices.
+
+        Each gradient is a matrix: its dimensions are divided where the sides are most alike. Each
+        step makes one step of a power iteration, which begins with the result of the step before.
+        What a rank has not sent is added to its next gradient. Other gradients, such as those of
+        biases, of rows of embeddings and of narrow floats, are sent whole.
+
+        Args:
+            rank: number of columns of the narrow matrices: a larger one costs more bytes, and the
+                approximation is better. Defaults to 4.
+            start_step: number of updates whose gradients are sent whole, while they change fast.
+                Defaults to 0.
+            min_compression_rate: least ratio of the elements of a gradient to those sent; a
+                gradient with a lower one is sent whole. Defaults to 2.0.
+
+        Returns:
+            A value for `compression` of the distributed optimizers and of
+            `DistributedGradientTape`.
+
+        Raises:
+            ArgumentTypeError: an argument is not a number.
+            ArgumentError: an argument is out of range.
+
+        Example:
+        ```python
+        compression = keras_dist.Compression.powersgd(rank=2)
+        optimizer = keras_dist.DistributedOptimizer(
+            keras.optimizers.SGD(0.01), compression=compression
+        )
+        ```
+        """
+        return PowerSGD(start_step, rank, min_compression_rate)
+
+    @staticmethod
+    def topk(ratio: float = 0.01, *, start_step: int = 0) -> GradientCompression:
+        """Returns a compression that sends the elements of largest magnitude of each gradient.
+
+        They are sent with their places. What a rank has not sent is added to its next gradient.
+        Gradients of fewer than 1024 elements, of rows of embeddings and of narrow floats are sent
+        whole.
+
+        Args:
+            ratio: share of the elements of a gradient that each rank sends, above 0 and at most 1.
+                Defaults to 0.01.
+            start_step: as for `powersgd`. Defaults to 0.
+
+        Returns:
+            A value for `compression`, as `powersgd`.
+
+        Raises:
+            ArgumentTypeError: an argument is not a number.
+            ArgumentError: an argument is out of range.
+
+        Example:
+        ```python
+        compression = keras_dist.Compression.topk(ratio=0.05, start_step=100)
+        optimizer = keras_dist.DistributedOptimizer(
+            keras.optimizers.SGD(0.01), compression=compression
+        )
+        ```
+        """
+        return TopK(start_step, ratio)
+
+
+def parse_gradient_compression(compression: Any, where: str) -> Compressor | GradientCompression:
+    """Returns the compression of gradients of a user's argument."""
+    found = compression
+    if isinstance(compression, str):
+        found = gradient_compression_of(compression)
+    if isinstance(found, GradientCompression):
+        return found
+    return parse_compression(compression, where)
 
 
 def parse_compression(compression: Any, where: str) -> Compressor:
@@ -112,6 +197,14 @@ def parse_compression(compression: Any, where: str) -> Compressor:
         _check_bfloat16(where)
     if isinstance(compression, Compressor):
         return compression
+    if isinstance(compression, GradientCompression):
+        raise errors.ArgumentError(
+            where,
+            "compression to be none, fp16, bf16 or a Compressor for an operation on values, which "
+            "keeps no error for the next call",
+            compression.name,
+            "Pass it to DistributedOptimizer or DistributedGradientTape.",
+        )
     kind = errors.ArgumentError if isinstance(compression, str) else errors.ArgumentTypeError
     raise kind(
         errors.explain(

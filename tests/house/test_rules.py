@@ -96,7 +96,8 @@ LIBRARIES = {
 
 # The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
-    "arithmetic compression buckets gradient_sets",
+    "arithmetic gradient_compression low_rank buckets gradient_sets",
+    "compression",
     "signature",
     "tracing",
     "shm",

@@ -50,6 +50,7 @@ def _join(comms: Sequence[Communicator], takes_named: bool) -> list[JoinedRanks 
                 comm, same = _next_answer(answers)
             if same:
                 found[comm], comm.faults.joined = comm.faults.joined, None
+                comm.faults.joins += found[comm] is not None
                 del answers[comm]
             else:
                 with contextlib.suppress(RepeatRendezvous):  # they run another operation first

@@ -1,0 +1,178 @@
+"""What ranks exchange of compressed gradients: narrow matrices, or elements with their places."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from keras_dist._engine.collectives.feedback import Feedback
+from keras_dist._engine.gradient_compression import GradientCompression, PowerSGD
+from keras_dist._engine.low_rank import (
+    first_basis,
+    matrix_shape,
+    next_basis,
+    orthonormal,
+    places_of_largest,
+    split,
+)
+
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+LEAST_COUNT = 1024  # elements: smaller arrays travel whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """A gradient, by the key of its variable."""
+
+    key: Hashable
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def place(self) -> tuple[Hashable, int, np.dtype]:
+        """The arguments of `Feedback.error`."""
+        return self.key, self.count, self.dtype
+
+
+class Exchange(Protocol):
+    """The exchange of the gradients of one dtype.
+
+    Attributes:
+        first: the name and the shape of each array in the first message.
+    """
+
+    first: Shapes
+
+    def begin(self, totals: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the arrays of this rank in the first message.
+
+        Args:
+            totals: flat arrays, the gradients with the errors.
+        """
+
+    def end(self, totals: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> bool:
+        """Replaces totals by what all ranks apply; sets the errors. Collective; blocks.
+
+        Args:
+            received: the arrays of the first message, reduced.
+
+        Returns:
+            Whether that is possible; if numbers overflow on the way, the errors stay.
+        """
+
+
+class LowRankExchange:
+    """PowerSGD: one step of the power iteration, which begins where the last one ended.
+
+    Reference:
+        Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+        Optimization", NeurIPS 2019.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Gradient],
+        feedback: Feedback,
+        rank: int,
+        plan: Callable[[Shapes], Any],
+    ):
+        self._members, self._feedback = members, feedback
+        self._shapes = [matrix_shape(member.shape) for member in members]
+        self._ranks = [min(rank, *shape) for shape in self._shapes]
+        sizes = [
+            (member.name, *shape, columns)
+            for member, shape, columns in zip(members, self._shapes, self._ranks, strict=True)
+        ]
+        self.first: Shapes = [(f"{n}, left factor", (rows, r)) for n, rows, _, r in sizes]
+        second = [(f"{n}, right factor", (columns, r)) for n, _, columns, r in sizes]
+        self._plan = plan(second)
+
+    def begin(self, totals: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [
+            total.reshape(shape) @ self._basis(member, shape[1], rank)
+            for total, member, shape, rank in zip(
+                totals, self._members, self._shapes, self._ranks, strict=True
+            )
+        ]
+
+    def _basis(self, member: Gradient, columns: int, rank: int) -> np.ndarray:
+        found = self._feedback.bases.get(member.key)
+        if found is None or found.shape != (columns, rank) or found.dtype != member.dtype:
+            found = first_basis(columns, rank, member.dtype)
+        return found
+
+    def end(self, totals: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> bool:
+        if not _are_finite(received):
+            return False
+        matrices = [t.reshape(shape) for t, shape in zip(totals, self._shapes, strict=True)]
+        lefts = [orthonormal(array) for array in received]
+        rights = [matrix.T @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        shared = self._plan(rights)
+        if not _are_finite(shared):
+            return False
+        for member, matrix, left, own, right in zip(
+            self._members, matrices, lefts, rights, shared, strict=True
+        ):
+            error = self._feedback.error(*member.place)
+            split(matrix, left, own, right, error.reshape(matrix.shape))
+            self._feedback.bases[member.key] = next_basis(right, self._feedback.step)
+        return True
+
+
+def _are_finite(arrays: Sequence[np.ndarray]) -> bool:
+    return all(bool(np.isfinite(array).all()) for array in arrays)
+
+
+class LargestExchange:
+    """Top-k: of each gradient the elements of largest magnitude."""
+
+    def __init__(
+        self,
+        members: Sequence[Gradient],
+        feedback: Feedback,
+        ratio: float,
+        reduce_rows: Callable[..., tuple[np.ndarray, np.ndarray]],
+    ):
+        self._members, self._feedback, self._reduce_rows = members, feedback, reduce_rows
+        self._counts = [max(1, math.ceil(ratio * m.count)) for m in members]
+        self._ends = np.cumsum([member.count for member in members])
+        self._dtype = np.int32 if sum(m.count for m in members) < 2**31 else np.int64
+        self.first: Shapes = ()
+
+    def begin(self, totals: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return []
+
+    def end(self, totals: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> bool:
+        places = [places_of_largest(t, k) for t, k in zip(totals, self._counts, strict=True)]
+        starts = [0, *self._ends[:-1]]
+        indices = np.concatenate([p + start for p, start in zip(places, starts, strict=True)])
+        values = np.concatenate([t[p] for t, p in zip(totals, places, strict=True)])
+        sums, found = self._reduce_rows(values, indices.astype(self._dtype))
+        bounds = np.searchsorted(found, [0, *self._ends])
+        for number, (member, total) in enumerate(zip(self._members, totals, strict=True)):
+            error = self._feedback.error(*member.place)
+            np.copyto(error, total)
+            error[places[number]] = 0
+            part = slice(bounds[number], bounds[number + 1])
+            total.fill(0)
+            total[found[part] - starts[number]] = sums[part]
+        return True
+
+
+def is_taken(compression: GradientCompression, gradient: Gradient) -> bool:
+    """Returns whether a gradient is compressed: of float32 or float64, and sent in fewer bytes."""
+    is_wide = gradient.dtype.kind == "f" and gradient.dtype.itemsize in (4, 8)
+    if gradient.key is None or not is_wide:
+        return False
+    if isinstance(compression, PowerSGD):
+        rows, columns = matrix_shape(gradient.shape)
+        sent = (rows + columns) * min(compression.rank, rows, columns)
+        return sent * compression.min_compression_rate < gradient.count
+    return gradient.count >= LEAST_COUNT
