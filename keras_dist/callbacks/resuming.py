@@ -19,6 +19,7 @@ from keras_dist.callbacks.verification import ENDING, are_replicas, verify_befor
 from keras_dist.data import epochs
 from keras_dist.data.fit_data import restarted
 from keras_dist.resume import state
+from keras_dist.resume.compression_errors import CompressionErrors
 from keras_dist.resume.format import REMEDY
 from keras_dist.resume.stores import Store
 from keras_dist.training.fit_session import FitSession, is_stopped
@@ -50,7 +51,7 @@ class ResumingCallback(SessionCallback, KerasBackup):
         self._data, seeds = state.DataPosition(), state.Seeds(model, self.root_rank)
         logs, metrics = state.LastLogs(self._numbers_in_logs), state.Metrics(model)
         others = seeds, self._statistics, metrics, logs, self._data, self._random
-        self._fit = state.FitState(self._callbacks, *others)
+        self._fit = state.FitState(self._callbacks, *others, CompressionErrors(model))
 
     def enter(self, session: FitSession) -> None:
         """Finds the newest generation before other callbacks change their files."""
@@ -155,7 +156,7 @@ class ResumingCallback(SessionCallback, KerasBackup):
             return None
         about, states = found
         self._fit.found(states)
-        self._fit.take(state.Seeds.key, state.Statistics.key)
+        self._fit.take(state.Seeds.key, state.Statistics.key, CompressionErrors.key)
         return dict(about)
 
     def _resume_epoch(self, resumed: "ResumedEpoch") -> None:

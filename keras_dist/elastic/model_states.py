@@ -101,6 +101,7 @@ class KerasState(_VariablesState):
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
         from keras_dist.resume.variables import restore_layers
         from keras_dist.training import built_optimizers
+        from keras_dist.training.model_state import clear_errors, optimizers_inside
 
         text = arrays[OPTIMIZERS].tobytes() if OPTIMIZERS in arrays else b"null"
         self._described = json.loads(text)
@@ -108,6 +109,8 @@ class KerasState(_VariablesState):
         built_optimizers.build(self.model, described)
         super()._put_arrays(arrays, of_file)
         restore_layers(self.model, arrays, is_root=True)
+        if self.optimizer is not None:
+            clear_errors([self.optimizer, *optimizers_inside(self.optimizer)])
         self._described = None
         built_optimizers.reset_undescribed(self.model, described)
 

@@ -1,6 +1,7 @@
 """Plans of gradient reductions: the assignment of gradients to buckets."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ class GradientPlans:
 
     def __init__(self, options: ReductionOptions):
         self._options = options
+        self.feedback = _engine.Feedback()
         self._plans: dict[Any, _engine.FusedAllreduce] = {}
 
     def __call__(
@@ -30,6 +32,7 @@ class GradientPlans:
         names: Sequence[str],
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         groups: Sequence[Sequence[int]],
+        keys: Sequence[Hashable],
         brought: _engine.GradientSet | None = None,
         at_once: bool = False,
     ) -> _engine.FusedAllreduce:
@@ -37,10 +40,14 @@ class GradientPlans:
 
         Args:
             specs: shape and dtype of each gradient.
+            keys: what tells the variables apart on this rank; `None` for an array that is no
+                gradient.
             brought: which gradients these are; ranks that differ in it may adapt. Defaults to
                 `None`: the ranks compare shapes and dtypes.
         """
-        key = (comm, tuple(names), tuple(specs), tuple(map(tuple, groups)), brought)
+        compression = self._options.gradient_compression
+        of = None if compression is None else tuple(keys)
+        key = (comm, tuple(names), tuple(specs), tuple(map(tuple, groups)), brought, of)
         if key not in self._plans:
             # Plans for another communicator free their shared memory; graphs may still use theirs.
             olds = {old: plan for old, plan in self._plans.items() if old[0] is not comm}
@@ -52,15 +59,17 @@ class GradientPlans:
             what = "the reduction of gradients"
             if self._options.shard_state:
                 what += " for a sharded optimizer"
+            if compression is not None:  # compared by the ranks
+                what, nbytes = f"{what} by {compression.name}", 0
             options = _engine.OpOptions(
                 op,
                 prescale=prescale,
                 postscale=postscale,
-                compression=self._options.compression,
+                compression=self._options.wire,
                 gradients=brought,
             )
             by_nccl = _engine.path_of(comm).uses_nccl
-            overlapping = overlaps(comm) and not (at_once and by_nccl)
+            overlapping = overlaps(comm) and compression is None and not (at_once and by_nccl)
             how = _engine.BucketOptions(
                 bucket_nbytes(overlapping, by_nccl),
                 first_nbytes=FIRST_NBYTES if overlapping or not by_nccl else None,
@@ -73,7 +82,12 @@ class GradientPlans:
                 divides=op is not self._options.op,
                 ranks=self._options.ranks,
             )
-            self._plans[key] = _engine.FusedAllreduce(comm, names, specs, options, how)
+            if compression is None:
+                self._plans[key] = _engine.FusedAllreduce(comm, names, specs, options, how)
+            else:
+                self._plans[key] = _engine.CompressedAllreduce(
+                    comm, names, specs, options, how, compression, keys, self.feedback
+                )
         return self._plans[key]
 
 

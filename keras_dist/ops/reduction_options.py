@@ -21,7 +21,7 @@ class ReductionOptions:
     op: _engine.ReduceOp = _engine.ReduceOp.AVERAGE
     process_set: ProcessSet | None = None
     sets: tuple[tuple[int, ...], ...] = ()
-    compression: _engine.Compressor = _engine.Compression.none
+    compression: _engine.Compressor | _engine.GradientCompression = _engine.Compression.none
     predivide: float = 1.0
     sparse_as_dense: bool = False
     groups: Groups = ()
@@ -38,6 +38,18 @@ class ReductionOptions:
             groups = tuple(tuple(id(variable) for variable in group) for group in groups)
         fields = dict(vars(self), groups=groups, compression=self.compression.name)
         return tuple(fields.values())
+
+    @property
+    def wire(self) -> _engine.Compressor:
+        """Wire format of numbers between nodes."""
+        given = self.compression
+        return given if isinstance(given, _engine.Compressor) else _engine.Compression.none
+
+    @property
+    def gradient_compression(self) -> _engine.GradientCompression | None:
+        """The compression with error feedback, if it is one."""
+        given = self.compression
+        return given if isinstance(given, _engine.GradientCompression) else None
 
     @property
     def dense(self) -> bool:
@@ -88,7 +100,9 @@ def parse_reduction_options(
     predivide = parse_predivide(gradient_predivide_factor, parsed, where)
     passes = parse_passes(backward_passes_per_step, where)
     grouped = parse_groups(groups, where)
-    compressor = _engine.parse_compression(compression, where)
+    compressor = _engine.parse_gradient_compression(compression, where)
+    if isinstance(compressor, _engine.GradientCompression):
+        _check_feedback(compressor, parsed, shard_state, where)
     # `includes_me` raises an error for an unknown process set.
     if runtime.includes_me(process_set) and parsed is _engine.ReduceOp.ADASUM:
         _engine.collectives.check_power_of_two(runtime.communicator(process_set))
@@ -105,6 +119,20 @@ def parse_reduction_options(
         scale_local=bool(scale_local_gradients),
         shard_state=bool(shard_state),
     )
+
+
+def _check_feedback(
+    compression: _engine.GradientCompression, op: _engine.ReduceOp, shards: bool, where: str
+) -> None:
+    """Checks that a compression with error feedback is defined for the other options."""
+    if op is _engine.ReduceOp.ADASUM or shards:
+        wrong = "op=Adasum" if op is _engine.ReduceOp.ADASUM else "shard_state=True"
+        raise errors.ArgumentError(
+            where,
+            f"op to be Average or Sum, and no shard_state, with compression={compression.name}",
+            wrong,
+            "Omit one of the two, or use compression='bf16'.",
+        )
 
 
 def parse_passes(passes: Any, where: str) -> int:

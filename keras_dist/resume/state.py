@@ -140,7 +140,7 @@ class FitState:
         if states:
             self._shared.of_all = unpack(*self._found[0])
         asked = [each for each in self._every if each.key in keys and states]
-        fit = [each.take([state[each.key] for state in states]) for each in asked]
+        fit = [each.take([state.get(each.key) for state in states]) for each in asked]
         return all(fit)
 
     def take_on_all(self, *keys: str) -> None:

@@ -55,19 +55,13 @@ class _TensorFlowCast(Compressor):
 
 
 class Compression:
-    """The available compressions: `none`, `fp16` and `bf16`."""
+    """The available compressions; `powersgd` and `topk` are those of `keras_dist.Compression`."""
 
     none = NoCompression
-
-    class fp16(_TensorFlowCast):
-        """Floats of 16 bits between nodes."""
-
-        wire, narrow = Wires.fp16, tf.float16
-
-    class bf16(_TensorFlowCast):
-        """bfloat16 between nodes."""
-
-        wire, narrow = Wires.bf16, tf.bfloat16
+    fp16 = _Float16
+    bf16 = _BFloat16
+    powersgd = staticmethod(Wires.powersgd)
+    topk = staticmethod(Wires.topk)
 
 
 @described_by(ops.allreduce)

@@ -117,8 +117,9 @@ class Gradients:
         self._counts.clear()
 
     def reset(self) -> None:
-        """Discards the gradients that are ready, after their reductions in progress."""
+        """Discards the gradients that are ready, after their reductions in progress, and errors."""
         self._discard_ready()
+        self._plans.feedback.errors.clear()
         self._clear()
         self.are_reduced = False
 
@@ -235,7 +236,8 @@ class Gradients:
         specs = [*((tuple(p.grad.shape), self._dtype(p)) for p in dense), (has.shape, has.dtype)]
         names = [*(self._name(parameter) for parameter in dense), "flags of existing gradients"]
         groups = self._options.grouped(dense)
-        plan = self._plans(self._communicator(), names, specs, groups, brought)
+        keys = [*map(id, dense), None]
+        plan = self._plans(self._communicator(), names, specs, groups, keys, brought)
         return Layout(plan, dense, brought)
 
     def _contribution(self, parameter: torch.Tensor) -> Any:

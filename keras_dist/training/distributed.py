@@ -115,7 +115,9 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
     mixin: Any = _ShardedClipping if reduction.options.shard_state else _Clipping
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         mixin = _LossScaled
-        if optimizer.inner_optimizer.gradient_accumulation_steps:
+        # An error is added to the next gradient, which may have another scale.
+        keeps_errors = reduction.options.gradient_compression is not None
+        if optimizer.inner_optimizer.gradient_accumulation_steps or keeps_errors:
             attach(optimizer.inner_optimizer, reduction)
     elif isinstance(optimizer, MULTI_OPTIMIZER) or _overrides_apply(base):
         mixin = _ReducingFirst
@@ -281,7 +283,7 @@ class _LossScaled(_ReducingFirst):
     """Mixin for `LossScaleOptimizer`, whose `apply` decides whether to skip the step.
 
     If the inner optimizer accumulates gradients, it reduces them once per update; in each pass the
-    ranks only agree on whether to skip it.
+    ranks only agree on whether to skip it. So they do with a compression with error feedback.
     """
 
     inner_optimizer: Any

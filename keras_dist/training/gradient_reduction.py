@@ -38,6 +38,11 @@ class GradientReduction:
         self._compared: dict[Any, Any] = {}
         self._compared_by: Any = None
 
+    @property
+    def feedback(self) -> _engine.Feedback:
+        """What a compression with error feedback keeps, by `key_of` each variable."""
+        return self._plans.feedback
+
     def communicator(self) -> _engine.Communicator | None:
         """Returns the communicator of the reduction; `None` if this rank reduces with no other."""
         if not runtime.includes_me(self.options.process_set):
@@ -214,8 +219,9 @@ class GradientReduction:
         at_once: bool = False,
     ) -> _engine.FusedAllreduce:
         names = [_name(variables[position]) for position in positions]
+        keys = [key_of(variables[position]) for position in positions]
         groups = self.options.grouped([variables[position] for position in positions])
-        return self._plans(comm, names, specs, groups, self._brought, at_once)
+        return self._plans(comm, names, specs, groups, keys, self._brought, at_once)
 
 
 def _reduce_slices(

@@ -1,7 +1,7 @@
 """The state of a model: weights, optimizer variables, and state that is local to a rank."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -93,8 +93,16 @@ def accumulators(optimizers: Iterable[Any]) -> list[Any]:
     ]
 
 
-def clear_accumulators(optimizers: Iterable[Any], besides: Iterable[Any] = ()) -> None:
-    """Clears accumulated gradients: those of another rank, or step, must not be applied."""
+def clear_errors(optimizers: Iterable[Any]) -> None:
+    """Clears what a compression has not sent: it belongs to another step."""
+    for optimizer in optimizers:
+        if hasattr(optimizer, "_keras_dist"):
+            optimizer._keras_dist.feedback.errors.clear()
+
+
+def clear_accumulators(optimizers: Sequence[Any], besides: Iterable[Any] = ()) -> None:
+    """Clears accumulated gradients, as `clear_errors` does."""
+    clear_errors(optimizers)
     kept = {id(variable) for variable in besides}
     for accumulator in accumulators(optimizers):
         if id(accumulator) not in kept:

@@ -23,7 +23,7 @@ def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     op: _engine.ReduceOp | str = _engine.ReduceOp.AVERAGE,
     process_set: ProcessSet | None = None,
-    compression: _engine.Compressor | str | None = None,
+    compression: _engine.Compressor | _engine.GradientCompression | str | None = None,
     *,
     name: str | None = None,
     backward_passes_per_step: int = 1,
@@ -68,8 +68,10 @@ def DistributedOptimizer(
             Models then differ between the set and the other ranks: pass the set to
             `keras_dist.callbacks` as well. Defaults to all ranks.
         compression: wire format of float32 and float64 gradients between nodes, as for
-            `allreduce`; rows of an embedding's gradient are not compressed. Defaults to
-            `KERAS_DIST_COMPRESSION`, which defaults to `none`.
+            `allreduce`; or `Compression.powersgd(...)` or `Compression.topk(...)`, which send a
+            part of each gradient and add the rest to the next one; or the name of one. Rows of an
+            embedding's gradient are not compressed. Defaults to `KERAS_DIST_COMPRESSION`, which
+            defaults to `none`.
         name: accepted for compatibility with Horovod; has no effect.
         backward_passes_per_step: number of batches whose gradients each rank sums before the ranks
             reduce and the optimizer makes a step. Sets the optimizer's
@@ -105,7 +107,7 @@ def DistributedOptimizer(
         ArgumentError: the optimizer is distributed already or accumulates another number of
             batches; `op` or `compression` is unknown; `process_set` is not registered; a number is
             out of range; the number of ranks is not a power of two for `Adasum`; or `op` does not
-            support `gradient_predivide_factor` or `average_aggregated_gradients`.
+            support `gradient_predivide_factor`, `average_aggregated_gradients` or `compression`.
 
     Example:
     ```python

@@ -158,9 +158,9 @@ def _find_set(sets: list[list[int]]) -> Any:
     return found
 
 
-def _find_compression(name: str) -> _engine.Compressor:
+def _find_compression(name: str) -> _engine.Compressor | _engine.GradientCompression:
     try:
-        return _engine.parse_compression(name, runtime.where())
+        return _engine.parse_gradient_compression(name, runtime.where())
     except errors.ArgumentError as error:
         raise errors.ArgumentError(
             runtime.where(),

@@ -29,6 +29,7 @@ CASES = {
     "rows": ({}, {"is_sparse": True}),
     "a process set": ({"process_set": range(1, SIZE)}, {}),
 }
+SMALL = {"min_compression_rate": 0.01}
 if BACKEND != "jax":
     CASES |= {
         "momentum": ({}, {"kind": "momentum"}),
@@ -38,6 +39,8 @@ if BACKEND != "jax":
         "one group": ({"num_groups": 1}, {}),
         "compressed": ({"compression": hvd.Compression.fp16}, {}),
         "a custom compression": ({"compression": face.Halved}, {}),
+        "powersgd of full rank": ({"compression": hvd.Compression.powersgd(9, **SMALL)}, {}),
+        "topk of all elements": ({"compression": hvd.Compression.topk(1.0)}, {}),
         "the sum of rows": ({"op": hvd.Sum}, {"is_sparse": True}),
         "rows as a dense tensor": ({"sparse_as_dense": True}, {"is_sparse": True}),
     }
