@@ -19,7 +19,6 @@ from keras_dist._engine.compression import (
     parse_gradient_compression,
 )
 from keras_dist._engine.faults import progress
-from keras_dist._engine.files import File
 from keras_dist._engine.gradient_compression import GradientCompression
 from keras_dist._engine.gradient_sets import Form, GradientSet, UnlikeGradients
 from keras_dist._engine.mpi import library

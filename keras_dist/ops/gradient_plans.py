@@ -1,6 +1,5 @@
 """Plans of gradient reductions: the assignment of gradients to buckets."""
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -60,7 +59,7 @@ class GradientPlans:
             if self._options.shard_state:
                 what += " for a sharded optimizer"
             if compression is not None:  # compared by the ranks
-                what, nbytes = f"{what} by {compression.name}", 0
+                what += f" by {compression.name}"
             options = _engine.OpOptions(
                 op,
                 prescale=prescale,

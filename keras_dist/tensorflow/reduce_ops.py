@@ -58,10 +58,18 @@ class Compression:
     """The available compressions; `powersgd` and `topk` are those of `keras_dist.Compression`."""
 
     none = NoCompression
-    fp16 = _Float16
-    bf16 = _BFloat16
     powersgd = staticmethod(Wires.powersgd)
     topk = staticmethod(Wires.topk)
+
+    class fp16(_TensorFlowCast):
+        """Floats of 16 bits between nodes."""
+
+        wire, narrow = Wires.fp16, tf.float16
+
+    class bf16(_TensorFlowCast):
+        """bfloat16 between nodes."""
+
+        wire, narrow = Wires.bf16, tf.bfloat16
 
 
 @described_by(ops.allreduce)

@@ -60,10 +60,18 @@ class Compression:
     """The available compressions; `powersgd` and `topk` are those of `keras_dist.Compression`."""
 
     none = NoCompression
-    fp16 = _Float16
-    bf16 = _BFloat16
     powersgd = staticmethod(Wires.powersgd)
     topk = staticmethod(Wires.topk)
+
+    class fp16(_TorchCast):
+        """Floats of 16 bits between nodes."""
+
+        wire, narrow = Wires.fp16, torch.float16
+
+    class bf16(_TorchCast):
+        """bfloat16 between nodes."""
+
+        wire, narrow = Wires.bf16, torch.bfloat16
 
 
 @face(ops.allreduce)
