@@ -235,6 +235,9 @@ from .training.adapting import (
 from .training.global_losses import (
     loss_scale as loss_scale,
 )
+from .training.local_steps import (
+    LocalSteps as LocalSteps,
+)
 from .training.optimizer import (
     DistributedOptimizer as DistributedOptimizer,
 )

@@ -205,6 +205,31 @@ class Backend(Protocol):
         """
         return contextlib.nullcontext()
 
+    def between_steps(
+        self,
+        work: Callable[[], None],
+        model: Any = None,
+        values: tuple[Any, ...] = (),
+        others: Sequence[Any] = (),
+    ) -> tuple[Any, ...]:
+        """Calls a function that assigns variables between two train steps.
+
+        Args:
+            values: the arguments or results of a train function of the model. Those of JAX have its
+                state in place of its variables.
+            others: variables that the function assigns besides those of the model.
+
+        Returns:
+            The values, with the state as assigned.
+        """
+        work()
+        return values
+
+    def when(self, condition: Any, work: Callable[[], None]) -> None:
+        """Calls a function that assigns variables if a boolean tensor of the step is true."""
+        if condition:
+            work()
+
     def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> Any:
         """Takes the batches of a call of the train function without training on them."""
 

@@ -239,6 +239,37 @@ class Jax(Backend):
         given = [jax.numpy.asarray(tensor) for tensor in tensors]
         return list(_call(apply, np.bool_(True), given, shapes=tuple(shapes), comes_early=True))
 
+    def between_steps(
+        self,
+        work: Callable[[], None],
+        model: Any = None,
+        values: tuple[Any, ...] = (),
+        others: Sequence[Any] = (),
+    ) -> tuple[Any, ...]:
+        """Calls a function that reads and assigns the state of a trainer as variables."""
+        place = next((at for at, each in enumerate(values) if isinstance(each, tuple)), None)
+        if place is None:
+            work()
+            return values
+        import keras  # only here: scripts of JAX may not use it
+
+        groups = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+        parts = zip(groups, values[place], strict=True)
+        pairs = [pair for each in parts for pair in zip(*each, strict=True)]
+        with keras.StatelessScope(state_mapping=pairs) as scope:
+            work()
+            state = tuple([scope.get_current_value(v) for v in group] for group in groups)
+            assigned = [(v, scope.get_current_value(v)) for v in others]
+        for variable, value in assigned:
+            if value is not None:
+                variable.assign(value)
+        return (*values[:place], state, *values[place + 1 :])
+
     def train_step_for_host(
         self, model: Any, with_rows: Callable[..., Any]
     ) -> contextlib.AbstractContextManager[None]:

@@ -302,6 +302,15 @@ class TensorFlow(Backend):
         """Adds a host call."""
         return on_host(function, [tf.convert_to_tensor(tensor) for tensor in tensors], shapes)
 
+    def when(self, condition: Any, work: Callable[[], None]) -> None:
+        """Adds a branch to the graph."""
+
+        def taken() -> Any:
+            work()
+            return tf.constant(0)
+
+        tf.cond(condition, taken, lambda: tf.constant(0))
+
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
         """Adds a control dependency."""
         with tf.control_dependencies([earlier]):

@@ -147,6 +147,18 @@ class Torch(Backend):
         results = function(*[to_numpy(tensor) for tensor in tensors])
         return [to_torch(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
 
+    @torch.no_grad()
+    def between_steps(
+        self,
+        work: Callable[[], None],
+        model: Any = None,
+        values: tuple[Any, ...] = (),
+        others: Sequence[Any] = (),
+    ) -> tuple[Any, ...]:
+        """Calls a function without recording it for gradients."""
+        work()
+        return values
+
     def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
         """Sums the rows of equal index."""
         return [g.coalesce() if g.is_sparse else g for g in gradients]

@@ -15,6 +15,7 @@ from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import FirstStep, Order
 from keras_dist.training.rank_exchanges import allgather_object
 from keras_dist.training.replicas import average_statistics, broadcast_state, verify_once
+from keras_dist.training.rounds_in_fit import end_rounds
 from keras_dist.training.session_callback import VALIDATION, SessionCallback
 
 WRITING, ENDING = "writing", "the end of a fit"
@@ -109,11 +110,12 @@ def verify_before_writing(
 ) -> dict[int, np.ndarray]:
     """Checks replicas before a file is written or removed.
 
-    Averages non-trainable weights first. Does nothing if the optimizers of the model do not
-    reduce over all ranks. Collective; blocks.
+    Ends a round of local steps and averages non-trainable weights first. Does nothing if the
+    optimizers of the model do not reduce over all ranks. Collective; blocks.
     """
     if not are_replicas(model):
         return {}
+    end_rounds(model)
     own = average_statistics(model)
     if check is None:
         verify_once(model, moment)
@@ -126,7 +128,7 @@ def are_replicas(model: keras.Model) -> bool:
     """Returns whether the distributed optimizers of a model reduce over all ranks."""
     optimizers = distributed_optimizers(model)
     job = runtime.fit_communicator()
-    return bool(optimizers) and all(o._keras_dist.communicator() is job for o in optimizers)
+    return bool(optimizers) and all(o._keras_dist.replicas() is job for o in optimizers)
 
 
 class VerifyBatches(SessionCallback):

@@ -29,6 +29,19 @@ class ReductionOptions:
     averages: bool = False
     scale_local: bool = True
     shard_state: bool = False
+    #: a `LocalSteps`, and the ranks that reduce in each step nevertheless; `None` for none
+    local_steps: Any = None
+    within: ProcessSet | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each rank makes steps of its own."""
+        return self.local_steps is not None and self.within is None
+
+    @property
+    def each_step(self) -> ProcessSet | None:
+        """The ranks that reduce in each step, unless these are local; `None` for all ranks."""
+        return self.process_set if self.within is None else self.within
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -62,8 +75,8 @@ class ReductionOptions:
         return 1.0 if self.averages else float(self.passes)
 
     def ranks(self) -> _engine.Communicator:
-        """Returns the current communicator of the ranks that reduce."""
-        return runtime.communicator(self.process_set)
+        """Returns the current communicator of the ranks that reduce in each step."""
+        return runtime.communicator(self.each_step)
 
     def scaling(self, size: int) -> tuple[_engine.ReduceOp, float, float]:
         """Returns the op to run, and the factors before and after it."""

@@ -23,6 +23,7 @@ from keras_dist.ops.reduction_options import parse_reduction_options
 from keras_dist.training import saved_options
 from keras_dist.training.distributed import attach, check_independent, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
+from keras_dist.training.local_steps import with_local_steps
 from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.saved_options import KeepsOptions, base_of, derived, text_in
 from keras_dist.training.sharding import check_unscaled
@@ -128,7 +129,8 @@ def complete(optimizer: Any, model: keras.Model | None = None) -> None:
     variables = trained_by(optimizer) or built_for
     found = saved_options.settings(saved, variables, ())
     local, layers = saved_options.local_state(saved, model, variables)
-    options = parse_reduction_options(**found)
+    local_steps = found.pop("local_steps")
+    options = with_local_steps(parse_reduction_options(**found), local_steps)
     forget(optimizer)
     reduction = GradientReduction(options, tuple(layers))
     reduction.registered.extend(local)

@@ -32,6 +32,7 @@ from keras_dist._compat.keras.optimizers import (
 from keras_dist.ops.reduction_options import is_variable
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
 from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of, slice_of
+from keras_dist.training.rounds import local
 from keras_dist.training.saved_options import KeepsOptions, base_of, derived
 from keras_dist.training.sharding import Sharded, check_no_local_variables, convert
 
@@ -121,6 +122,8 @@ def attach(optimizer: Any, reduction: GradientReduction) -> None:
             attach(optimizer.inner_optimizer, reduction)
     elif isinstance(optimizer, MULTI_OPTIMIZER) or _overrides_apply(base):
         mixin = _ReducingFirst
+    if reduction.rounds is not None:
+        mixin = local(mixin)
     object.__setattr__(optimizer, "_keras_dist", reduction)
     optimizer.__class__ = derived(base, mixin)
     _attached.add(optimizer)

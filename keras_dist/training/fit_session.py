@@ -36,8 +36,9 @@ class Logs(enum.IntEnum):
     """What makes the logs of an epoch of those of its last batch, in this order."""
 
     END_STEPS = 0  # all ranks have ended the steps of the epoch
-    COMPUTE = 1  # by Keras, unless a callback knows better
-    LEAVE = 2
+    END_ROUND = 1  # of local steps
+    COMPUTE = 2  # by Keras, unless a callback knows better
+    LEAVE = 3
 
 
 class Order(enum.IntEnum):

@@ -90,7 +90,9 @@ _thread = _StepsOfThread()
 @contextlib.contextmanager
 def within(step: Step, model: keras.Model) -> Iterator[None]:
     """Returns a context in which the losses of a model are those of all ranks."""
-    if step.reduction.communicator() is None:
+    reduction = step.reduction
+    ranks = reduction.communicator() if step.evaluates is None else reduction.replicas()
+    if ranks is None:
         with own_losses():
             yield
         return
@@ -117,7 +119,7 @@ def with_rows(rows: Any) -> Iterator[None]:
     options = step.reduction.options
     mine = ops.stack([ops.cast(rows, "float32"), ops.ones(())])
     name, op = "the rows of a batch", _engine.ReduceOp.SUM
-    total, count = ops.unstack(reduce_over_ranks(options.process_set, mine, op, name), 2)
+    total, count = ops.unstack(reduce_over_ranks(options.each_step, mine, op, name), 2)
     with _added(dataclasses.replace(step, rows=(mine[0], total, count))):
         yield
 
@@ -170,7 +172,9 @@ def _exchanged(own: Sequence[Measured], step: Step) -> list[Any]:
     count, call = len(own), _backends.active().call_host
     adds = step.reduction.options.op is _engine.ReduceOp.SUM
     # TensorFlow keeps functions of the host until the process ends: they must not hold the model.
-    summed = functools.partial(_summed, step.reduction.options.process_set, step.evaluates)
+    options = step.reduction.options
+    ranks = options.each_step if step.evaluates is None else options.process_set
+    summed = functools.partial(_summed, ranks, step.evaluates)
     is_mean = np.array([loss.reduction == "mean" for loss in own])
     given = [
         ops.zeros(()) if loss.reduction == "none" else ops.stop_gradient(loss.value) for loss in own
@@ -246,7 +250,7 @@ def _summed(
 
 def _check_equal(denominators: Sequence[Any], step: Step) -> None:
     """Checks in the step that all ranks divide their losses by the same numbers."""
-    count, process_set = len(denominators), step.reduction.options.process_set
+    count, process_set = len(denominators), step.reduction.options.each_step
 
     def check(bounds: np.ndarray) -> np.ndarray:
         comm = runtime.communicator(process_set)

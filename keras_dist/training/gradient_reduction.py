@@ -13,9 +13,11 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.optimizer_state import is_overwritten
 from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
+from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.model_state import variable_name
 from keras_dist.training.rank_exchanges import reduce_over_ranks
 from keras_dist.training.rank_gradients import RankGradients, key_of
+from keras_dist.training.rounds import Rounds
 
 # Attribute of gradients that a tape has reduced.
 REDUCED = "_keras_dist_reduced"
@@ -32,6 +34,8 @@ class GradientReduction:
         self.has_reduced = False  # in the current update
         self.model = ""  # the name of the model that is trained, if it is known
         self.shards: Any = None  # the `Shards` of an optimizer that shards its state
+        #: of an optimizer with local steps
+        self.rounds = None if options.local_steps is None else Rounds(options)
         self._plans = GradientPlans(options)
         self._brought: _engine.GradientSet | None = None  # in the current update
         # For compiled steps: the forms that the ranks agreed on, and these ranks.
@@ -45,9 +49,19 @@ class GradientReduction:
 
     def communicator(self) -> _engine.Communicator | None:
         """Returns the communicator of the reduction; `None` if this rank reduces with no other."""
-        if not runtime.includes_me(self.options.process_set):
+        return None if self.options.is_local else self._with_others(self.options.each_step)
+
+    def replicas(self) -> _engine.Communicator | None:
+        """Returns the communicator of the ranks with equal weights, with local steps after a round.
+
+        `None` if this rank trains with no other.
+        """
+        return self._with_others(self.options.process_set)
+
+    def _with_others(self, process_set: ProcessSet | None) -> _engine.Communicator | None:
+        if not runtime.includes_me(process_set):
             return None
-        comm = self.options.ranks()
+        comm = runtime.communicator(process_set)
         return comm if comm.size > 1 else None
 
     def with_missing(
@@ -166,7 +180,7 @@ class GradientReduction:
         flat = [ops.reshape(ops.cast(result[at], "float32"), (-1,)) for at in shared]
         name = "the largest magnitudes for float8"
         maxima = reduce_over_ranks(
-            self.options.process_set, ops.concatenate(flat), _engine.ReduceOp.MAX, name
+            self.options.each_step, ops.concatenate(flat), _engine.ReduceOp.MAX, name
         )
         end = 0
         for at in shared:
@@ -186,7 +200,7 @@ class GradientReduction:
             return condition
         is_false = 1.0 - ops.cast(ops.reshape(condition, (1,)), "float32")
         name, op = "whether gradients are finite", _engine.ReduceOp.SUM
-        return ops.all(reduce_over_ranks(self.options.process_set, is_false, op, name) == 0)
+        return ops.all(reduce_over_ranks(self.options.each_step, is_false, op, name) == 0)
 
     def local_variables(self) -> list[Any]:
         """Returns the local variables; layers that are not built have none yet."""

@@ -10,6 +10,7 @@ import numpy as np
 from keras_dist import _backends, _engine
 from keras_dist._compat.keras import models, optimizer_state
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
+from keras_dist._compat.keras.sliced_updates import averages
 
 # Attribute of a model: variables that are local besides those of its optimizers.
 LOCAL = "_keras_dist_local"
@@ -42,11 +43,20 @@ def families(model: keras.Model) -> list[list[Any]]:
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
-    """Returns the inner optimizers of an optimizer, at any depth."""
+    """Returns the inner optimizers of an optimizer, at any depth, and that of its rounds."""
+    rounds = rounds_of(optimizer)
+    outer = [] if rounds is None or rounds.outer is None else [rounds.outer]
     if isinstance(optimizer, MULTI_OPTIMIZER):
-        return list(optimizer.optimizers)
+        return [*optimizer.optimizers, *outer]
     inner = inner_optimizer(optimizer)
-    return [] if inner is None else [inner, *optimizers_inside(inner)]
+    inside = outer if inner is None else [inner, *optimizers_inside(inner), *outer]
+    return list({id(each): each for each in inside}.values())
+
+
+def rounds_of(optimizer: Any) -> Any:
+    """Returns the `Rounds` of an optimizer with local steps, otherwise `None`."""
+    reduction = getattr(optimizer, "_keras_dist", None)
+    return None if reduction is None else reduction.rounds
 
 
 def has_weights(model: keras.Model) -> bool:
@@ -65,9 +75,35 @@ def state(model: keras.Model) -> list[Any]:
 
 
 def shared_state(model: keras.Model) -> list[Any]:
-    """Returns the state without slices, and without local variables and their slots."""
+    """Returns the state without slices, and without local variables and their slots.
+
+    Also without the state of optimizers that make local steps, see `state_of_steps`.
+    """
     excluded = _with_slots(optimizers_of(model), local_variables(model))
+    excluded.update(id(variable) for variable in state_of_steps(model))
     return [v for v in state(model) if id(v) not in excluded and slice_of(v) is None]
+
+
+def state_of_steps(model: keras.Model) -> list[Any]:
+    """Returns the state of optimizers that make local steps, which differs between ranks.
+
+    Without learning rates, which all ranks set alike, and without averaged weights.
+    """
+    found: dict[int, Any] = {}
+    for outermost, *inside in families(model):
+        rounds = rounds_of(outermost)
+        for each in [outermost, *inside] if rounds is not None else ():
+            if each is not rounds.outer:
+                found.update((id(v), v) for v in each.variables)
+    shared = [v for each in optimizers_of(model) for v in _shared_by_steps(each)]
+    excluded = {id(v) for v in [*shared, *accumulators(optimizers_of(model))]}
+    return [variable for key, variable in found.items() if key not in excluded]
+
+
+def _shared_by_steps(optimizer: Any) -> list[Any]:
+    """Returns what local steps of ranks have alike in the state of an optimizer."""
+    averaged = averages(optimizer) if optimizer.built and optimizer.use_ema else []
+    return [optimizer_state.learning_rate(optimizer), *averaged]
 
 
 def slice_of(variable: Any) -> tuple[Any, int] | None:

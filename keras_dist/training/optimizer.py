@@ -15,6 +15,7 @@ from keras_dist.training.copies import forget, watch_copies, watch_loss_scales
 from keras_dist.training.distributed import attach, check_independent, is_distributed
 from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.keras_hooks import watch_models
+from keras_dist.training.local_steps import LocalSteps, with_local_steps
 from keras_dist.training.model_state import optimizers_inside
 from keras_dist.training.sharding import check_no_local_variables, check_shardable
 
@@ -37,6 +38,7 @@ def DistributedOptimizer(
     device_sparse: str = "",
     shard_state: bool = False,
     shard_gradients: bool = False,
+    local_steps: LocalSteps | int | None = None,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average its gradients over the ranks before it applies them.
 
@@ -97,6 +99,11 @@ def DistributedOptimizer(
             optimizers of Keras that update each element by itself. Saving the model is then
             collective. Defaults to `False`.
         shard_gradients: removed; only `False` is accepted. Pass `shard_state=True`.
+        local_steps: a `LocalSteps`, or its number of steps: each rank takes steps of its own, and
+            the ranks average their weights once in that number of steps, for slow links. Requires
+            `op=Average`; `compression` is that of the differences of weights. Such an optimizer has
+            a method `finish_round()`, for loops of your own. Defaults to `None`: the ranks average
+            gradients in each step.
 
     Returns:
         `optimizer`.
@@ -107,7 +114,7 @@ def DistributedOptimizer(
         ArgumentError: the optimizer is distributed already or accumulates another number of
             batches; `op` or `compression` is unknown; `process_set` is not registered; a number is
             out of range; the number of ranks is not a power of two for `Adasum`; or `op` does not
-            support `gradient_predivide_factor`, `average_aggregated_gradients` or `compression`.
+            support `gradient_predivide_factor`, `average_aggregated_gradients` or `local_steps`.
 
     Example:
     ```python
@@ -139,6 +146,7 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         shard_state=shard_state,
     )
+    options = with_local_steps(options, local_steps)
     forget(optimizer)
     if options.shard_state:
         check_shardable(optimizer, options)

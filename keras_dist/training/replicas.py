@@ -24,6 +24,7 @@ from keras_dist.training.model_state import (
     host_array,
     optimizers_of,
     shared_state,
+    state_of_steps,
     to_numpy,
     value_of,
     variable_name,
@@ -51,7 +52,7 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     sharded_state.share_loaded(model, root_rank)
     comm = runtime.fit_communicator()
     with broadcast_layers(comm, model, root_rank):
-        broadcast_variables(comm, shared_state(model), root_rank)
+        broadcast_variables(comm, [*shared_state(model), *state_of_steps(model)], root_rank)
 
 
 def build_optimizers_alike(model: keras.Model) -> None:

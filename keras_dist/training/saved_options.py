@@ -60,6 +60,7 @@ def describe(
             "groups": groups,
             "scale_local_gradients": options.scale_local,
             "shard_state": options.shard_state,
+            "local_steps": options.local_steps and options.local_steps.get_config(),
             "local_variables": [_describe_variable(v, indices) for v in local_variables],
             "local_layers": [
                 {"path": layer_name(layer), "indices": _indices_of(layer, indices)}
@@ -99,7 +100,7 @@ def settings(
 ) -> dict[str, Any]:
     """Returns the arguments of `DistributedOptimizer` that were saved, without those `given`."""
     read: dict[str, Any] = {
-        "process_set": _find_set,
+        "process_set": find_set,
         "compression": _find_compression,
         "groups": lambda groups: (
             [[_find_variable(item, variables) for item in group] for group in groups]
@@ -109,9 +110,10 @@ def settings(
     }
     names = (
         "op process_set compression backward_passes_per_step average_aggregated_gradients "
-        "gradient_predivide_factor sparse_as_dense groups scale_local_gradients shard_state"
+        "gradient_predivide_factor sparse_as_dense groups scale_local_gradients shard_state "
+        "local_steps"
     )
-    known = {"shard_state": False} | saved  # files of earlier versions lack it
+    known = {"shard_state": False, "local_steps": None} | saved  # files of earlier versions lack it
     return {
         name: read.get(name, lambda value: value)(known[name])
         for name in names.split()
@@ -142,7 +144,8 @@ def _variables_of_layers(layers: list[dict[str, Any]], variables: Sequence[Any])
     return [variables[index] for layer in layers for index in layer["indices"]]
 
 
-def _find_set(sets: list[list[int]]) -> Any:
+def find_set(sets: list[list[int]]) -> Any:
+    """Returns the process set of saved ranks; `None` for all ranks."""
     if not sets:
         return None
     found = runtime.find_process_set([tuple(ranks) for ranks in sets])

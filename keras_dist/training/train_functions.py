@@ -23,6 +23,7 @@ from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import is_evaluated_together, running_in
 from keras_dist.training.global_losses import Step, with_rows, within
 from keras_dist.training.model_state import optimizers_of
+from keras_dist.training.rounds_in_fit import count_steps
 
 # Attribute of a model: the reductions and communicators that its train function was made for.
 TRACED_FOR = "_keras_dist_traced_for"
@@ -68,6 +69,8 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
     with for_host as in_step:
         made = original(model, force)
     model.__dict__[TRACED_FOR] = traced_for
+    if any(reduction.rounds is not None for reduction in every):
+        count_steps(model, is_made=not hasattr(model.train_function, WRAPPED))
     recorded = functools.partial(_engine.tracing.step, model.steps_per_execution)
     losses = functools.partial(within, Step(every[0], has_equal_batches), model)
     contexts = [recorded, losses, random_generators.in_step]
@@ -78,7 +81,7 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
 def make_test_function(original: Callable[..., Any], model: Any, force: bool = False) -> Any:
     """Makes the test function of a model; where all ranks evaluate, losses are those of all."""
     reductions = [optimizer._keras_dist for optimizer in distributed_optimizers(model)]
-    if not any(reduction.communicator() is not None for reduction in reductions):
+    if not any(reduction.replicas() is not None for reduction in reductions):
         made = original(model, force)
         model.test_function = _wrapped(model.test_function, own_losses)
         return made

@@ -1,0 +1,169 @@
+"""`LocalSteps`: the argument of `DistributedOptimizer` for averages once in a number of steps."""
+
+import dataclasses
+import numbers
+from typing import Any
+
+import keras
+
+from keras_dist import _engine, errors, runtime
+from keras_dist.ops.reduction_options import ReductionOptions
+from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.training.saved_options import KeepsOptions, find_set
+
+#: the outer optimizer of DiLoCo
+NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+NODE = "node"
+OUTER = "Omit it for the one of DiLoCo, or pass for example keras.optimizers.SGD(1.0)."
+
+
+class LocalSteps:
+    """Ranks take steps of their own, and average their weights once in a number of steps.
+
+    For links that are too slow to average gradients in each step, see
+    [Slow links](../slow-links.md). In a round, each rank takes `steps` steps with its own
+    gradients, without communication. Then the difference between the weights at the begin of the
+    round and now is averaged over the ranks, and an outer optimizer applies it, as if it were a
+    gradient, to the weights at the begin. The weights of all ranks are then equal to the bit, and
+    the next round begins with them. With the default this is DiLoCo (Douillard et al., 2023), with
+    `outer=None` Local SGD (Stich, 2019).
+
+    Within a round, weights differ between ranks. The state of the optimizer is that of each rank,
+    also between rounds. A round also ends at the end of an epoch of `fit`, and before a callback of
+    keras_dist writes a checkpoint: validation, saved models and `EarlyStopping` see equal weights.
+    Moving statistics, such as those of `BatchNormalization`, and averaged weights (`use_ema`) are
+    averaged at the end of a round as well.
+
+    Args:
+        steps: number of steps in a round, at least 1. Batches whose gradients are accumulated count
+            as one step; a step that a loss scale skips counts. With `steps_per_execution`, a round
+            ends with the execution in which its last step falls. Defaults to 64.
+        outer: the outer optimizer: an instance of a Keras optimizer, which is copied, its name or
+            its configuration; `None` for plain averaging of the weights. Defaults to
+            `"nesterov"`: `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`.
+        within: the ranks that average their gradients in each step, as without local steps:
+            `"node"` for those of one node, or a `ProcessSet` that contains this rank. Their
+            weights stay equal in a round. `"node"` makes `DistributedOptimizer` collective.
+            Defaults to `None`: each rank takes steps of its own.
+
+    Raises:
+        ArgumentTypeError: `steps` is not an integer, `outer` is no optimizer, or `within` is
+            neither `"node"` nor a `ProcessSet`.
+        ArgumentError: `steps` is less than 1.
+
+    Example:
+    ```python
+    local_steps = keras_dist.LocalSteps(64)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(), local_steps=local_steps)
+    model.compile(optimizer, loss="mse")
+    ```
+    """
+
+    steps: int
+    within: Any
+    _outer: dict[str, Any] | None
+
+    def __init__(self, steps: int = 64, *, outer: Any = "nesterov", within: Any = None):
+        where = runtime.where()
+        if not isinstance(steps, numbers.Integral) or isinstance(steps, bool):
+            received = f"{steps!r} of type {type(steps).__name__}"
+            expected = "a number of local steps"
+            raise errors.ArgumentTypeError(where, expected, received, "Pass for example 64.")
+        if steps < 1:
+            expected, remedy = "1 local step or more", "1 averages after each step."
+            raise errors.ArgumentError(where, expected, repr(steps), remedy)
+        if not (within is None or within == NODE or isinstance(within, ProcessSet)):
+            expected, remedy = "within to be 'node', a ProcessSet or None", "Omit it."
+            raise errors.ArgumentTypeError(where, expected, repr(within), remedy)
+        self.steps = int(steps)
+        self.within = within
+        self._outer = _configuration(outer)
+
+    def make_outer(self) -> Any:
+        """Returns a new outer optimizer; `None` for plain averaging."""
+        return None if self._outer is None else keras.optimizers.deserialize(self._outer)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments as JSON values; a process set as the ranks of its group."""
+        within: Any = self.within
+        if isinstance(within, ProcessSet):
+            within = [list(ranks) for ranks in runtime.ranks_of(within)]
+        return {"steps": self.steps, "outer": self._outer, "within": within}
+
+    def __repr__(self) -> str:
+        outer = self._outer and f"{self._outer['class_name']}, {self._outer['config']}"
+        return f"LocalSteps({self.steps}, outer={outer}, within={self.within})"
+
+
+def with_local_steps(options: ReductionOptions, value: Any) -> ReductionOptions:
+    """Returns options with `local_steps` of `DistributedOptimizer`.
+
+    Collective with `within="node"`: every rank of the job; blocks.
+    """
+    if value is None:
+        return options
+    if isinstance(value, dict):
+        found = LocalSteps(**value | {"within": _find_within(value["within"])})
+    else:
+        found = value if isinstance(value, LocalSteps) else LocalSteps(value)
+    within = found.within
+    if options.op is not _engine.ReduceOp.AVERAGE:
+        _refuse("op=Average", f"op={options.op.value}", "Omit op: the ranks average weights.")
+    if options.shard_state:
+        received = "shard_state=True, by which no rank can take a step of its own"
+        _refuse("the whole state of the optimizer on each rank", received, "Omit shard_state.")
+    if within == NODE:
+        if options.process_set not in (None, global_process_set):
+            remedy = "Pass within=keras_dist.ProcessSet(...) of the ranks of each node in the set."
+            _refuse("all ranks to average, with within='node'", "a process_set", remedy)
+        within = _set_of_node()
+    if within is not None and not runtime.includes_me(within):
+        remedy = "Make sets that together have all ranks, and pass on each rank the one it is in."
+        _refuse("this rank to be in the process set within", repr(within), remedy)
+    return dataclasses.replace(options, local_steps=found, within=within)
+
+
+def _refuse(expected: str, received: str, remedy: str) -> None:
+    expected = f"{expected}, with local_steps"
+    raise errors.ArgumentError(runtime.where(), expected, received, remedy)
+
+
+def _find_within(saved: Any) -> Any:
+    """Returns `within` of `LocalSteps.get_config`."""
+    return find_set(saved) if isinstance(saved, list) else saved
+
+
+def _set_of_node() -> ProcessSet:
+    """Returns the process set of the ranks of this node. Collective; blocks."""
+    nodes = runtime.communicator().topology.nodes
+    if len(nodes) == 1:
+        return global_process_set
+    sets = [
+        runtime.find_process_set([tuple(ranks)]) or runtime.add_process_set(ranks)
+        for ranks in nodes
+    ]
+    [own] = [each for each in sets if each.included()]
+    return own
+
+
+def _configuration(outer: Any) -> dict[str, Any] | None:
+    """Returns the configuration of an outer optimizer."""
+    if outer is None:
+        return None
+    if outer == "nesterov":
+        outer = keras.optimizers.SGD(**NESTEROV)
+    try:
+        made = keras.optimizers.get(outer)
+    except (TypeError, ValueError) as error:
+        raise errors.ArgumentTypeError(
+            runtime.where(),
+            "outer to be a Keras optimizer, its name, its configuration or None",
+            f"{outer!r} of type {type(outer).__name__}",
+            OUTER,
+        ) from error
+    if isinstance(made, KeepsOptions):
+        raise errors.ArgumentError(
+            runtime.where(), "an outer optimizer that is not distributed", repr(outer), OUTER
+        )
+    config: dict[str, Any] = keras.optimizers.serialize(made)
+    return config

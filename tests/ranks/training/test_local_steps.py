@@ -1,0 +1,241 @@
+"""`DistributedOptimizer(local_steps=...)`: steps of each rank, averages at the ends of rounds."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from small_training import CLASSES, FEATURES, agreed, assert_close, compiled, make_data, weights_of
+
+import keras_dist
+from keras_dist import LocalSteps, errors, runtime
+from keras_dist.training.model_state import to_numpy
+from keras_dist.training.rounds import Rounds
+
+pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows", "torch-3")
+
+BACKEND = keras.backend.backend()
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+STEPS, BATCH = 7, 4
+ROUNDS = 3, 3, 1  # of an epoch with rounds of three steps
+
+
+def make(optimizer, normalized=False, **options):
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh")]
+    if normalized:
+        layers += [keras.layers.BatchNormalization(momentum=0.5)]
+    layers += [keras.layers.Dense(CLASSES, activation="softmax")]
+    return compiled(keras.Sequential(layers), optimizer, **options)
+
+
+def local(optimizer, *args, **options):
+    steps = LocalSteps(*args, **options)
+    return keras_dist.DistributedOptimizer(optimizer, local_steps=steps)
+
+
+def data_of(rank):
+    return make_data(STEPS * BATCH, seed=10 + rank)
+
+
+def fit(model, epochs=1, callbacks=(), **options):
+    x, y = data_of(keras_dist.rank())
+    added = keras_dist.callbacks(*callbacks)
+    return model.fit(x, y, BATCH, epochs, shuffle=False, verbose=0, callbacks=added, **options)
+
+
+def batches_of(rank):
+    x, y = data_of(rank)
+    return [(x[at : at + BATCH], y[at : at + BATCH]) for at in range(0, len(x), BATCH)]
+
+
+def reference(make_inner, rate, momentum, epochs=1, normalized=False):
+    """Trains the models of all ranks in this process; the outer optimizer is that of the paper."""
+    models = [make(make_inner(), normalized) for _ in range(keras_dist.size())]
+    anchors = [np.float64(w) for w in weights_of(models[0])]
+    trained = [w.trainable for w in models[0].weights]
+    velocities = [np.zeros_like(anchor) for anchor in anchors]
+    for _ in range(epochs):
+        batches = [iter(batches_of(rank)) for rank in range(len(models))]
+        for steps in ROUNDS:
+            for model, mine in zip(models, batches, strict=True):
+                for x, y in itertools.islice(mine, steps):
+                    model.train_on_batch(x, y)
+            means = [np.mean(ws, axis=0) for ws in zip(*map(weights_of, models), strict=True)]
+            for at, mean in enumerate(means):
+                gradient = anchors[at] - mean
+                velocities[at] = momentum * velocities[at] + gradient
+                step = rate * (gradient + momentum * velocities[at])
+                anchors[at] = anchors[at] - step if trained[at] else mean
+            for model in models:
+                model.set_weights([anchor.astype("float32") for anchor in anchors])
+    return anchors
+
+
+@pytest.mark.parity("local steps: rounds of `fit` equal those computed by numpy: {name}")
+@pytest.mark.parametrize(
+    "name, outer, rate, momentum",
+    [
+        ("DiLoCo", "nesterov", 0.7, 0.9),
+        ("plain averages", None, 1.0, 0.0),
+        ("SGD", SGD(0.5), 0.5, 0.0),
+    ],
+)
+def test_rounds_equal_a_reference(name, outer, rate, momentum):
+    model = make(local(Adam(0.01), 3, outer=outer), normalized=True)
+    fit(model, epochs=2)
+    expected = reference(lambda: Adam(0.01), rate, momentum, epochs=2, normalized=True)
+    assert_close(weights_of(model), expected, 2e-6)
+    assert agreed([to_numpy(w).tobytes() for w in model.weights])
+    keras_dist.verify_replicas(model)
+
+
+def test_averages_after_each_step_are_those_of_an_outer_step_of_one():
+    averaged, stepped = (
+        make(local(Adam(0.01), 1, outer=None)),
+        make(local(Adam(0.01), 1, outer=SGD(1.0))),
+    )
+    for model in (averaged, stepped):
+        fit(model)
+    for value, wanted in zip(weights_of(averaged), weights_of(stepped), strict=True):
+        np.testing.assert_array_equal(value, wanted)
+
+
+def test_averages_after_each_step_of_sgd_are_those_of_gradients():
+    averaged, reduced = (
+        make(local(SGD(0.1), 1, outer=None)),
+        make(keras_dist.DistributedOptimizer(SGD(0.1))),
+    )
+    for model in (averaged, reduced):
+        fit(model)
+    assert_close(weights_of(averaged), weights_of(reduced))
+
+
+def test_a_round_takes_its_steps_without_communication(monkeypatch):
+    model = make(local(SGD(0.1), 3))
+    fit(model)
+    comm = runtime.communicator()
+    ends, tickets = [], []
+    original = Rounds.end
+    monkeypatch.setattr(
+        Rounds, "end", lambda self, *share: (ends.append(1), original(self, *share))
+    )
+    batches = batches_of(keras_dist.rank())
+    with monkeypatch.context() as patched:
+        started = type(comm.digests).start
+
+        def start(self, *given):
+            tickets.append(len(ends))
+            return started(self, *given)
+
+        patched.setattr(type(comm.digests), "start", start)
+        for x, y in batches[:3]:
+            model.train_on_batch(x, y)
+    assert ends == [1]
+    assert set(tickets) <= {1}  # all within the end of the round
+
+
+def test_accumulated_batches_are_one_step():
+    optimizer = Adam(0.01, gradient_accumulation_steps=2)
+    model = make(local(optimizer, 3, outer=None))
+    ended = []
+    for x, y in batches_of(keras_dist.rank())[:6]:
+        model.train_on_batch(x, y)
+        ended.append(model.optimizer._keras_dist.rounds.ended)
+    assert ended == [0, 0, 0, 0, 0, 1]
+    assert agreed([w.tobytes() for w in weights_of(model)])
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch takes one step in an execution")
+def test_a_round_ends_with_an_execution_of_several_steps():
+    model = make(local(SGD(0.1), 3, outer=None), steps_per_execution=2)
+    fit(model)
+    assert model.optimizer._keras_dist.rounds.ended == 2  # after 4 and 7 steps
+    keras_dist.verify_replicas(model)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch compiles for minutes")
+def test_compiled_steps_are_local_steps():
+    model = make(local(SGD(0.1), 3), jit_compile=True)
+    fit(model)
+    assert_close(weights_of(model), reference(lambda: SGD(0.1), 0.7, 0.9), 2e-6)
+
+
+def loss_of(model, x, y):
+    return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x)))
+
+
+def test_updates_of_a_loop_are_local_steps():
+    model = make(optimizer := local(SGD(0.1), 3))
+    update = {"tensorflow": tf_update, "jax": jax_update, "torch": torch_update}[BACKEND]
+    for x, y in batches_of(keras_dist.rank()):
+        update(model, optimizer, x, y)
+    optimizer.finish_round()
+    assert_close(weights_of(model), reference(lambda: SGD(0.1), 0.7, 0.9), 2e-6)
+    assert agreed([w.tobytes() for w in weights_of(model)])
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
+def test_updates_of_a_graph_are_local_steps():
+    import tensorflow as tf
+
+    model = make(optimizer := local(SGD(0.1), 3))
+    update = tf.function(lambda x, y: tf_update(model, optimizer, x, y))
+    for x, y in batches_of(keras_dist.rank()):
+        update(tf.constant(x), tf.constant(y))
+    optimizer.finish_round()
+    assert_close(weights_of(model), reference(lambda: SGD(0.1), 0.7, 0.9), 2e-6)
+
+
+def tf_update(model, optimizer, x, y):
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = loss_of(model, x, y)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+def torch_update(model, optimizer, x, y):
+    import torch
+
+    model.zero_grad()
+    loss_of(model, x, y).backward()
+    with torch.no_grad():
+        gradients = [variable.value.grad for variable in model.trainable_variables]
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+def jax_update(model, optimizer, x, y):
+    import jax
+
+    def loss(trainable, fixed):
+        outputs, _ = model.stateless_call(trainable, fixed, x)
+        return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, outputs))
+
+    values = [v.value for v in model.trainable_variables]
+    gradients = jax.grad(loss)(values, [v.value for v in model.non_trainable_variables])
+    optimizer.apply(gradients, model.trainable_variables)
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
+def test_a_compiled_update_of_a_loop_is_refused():
+    model = make(optimizer := local(SGD(0.1), 3))
+    optimizer.build(model.trainable_variables)
+    values = [v.value for v in model.trainable_variables]
+    with pytest.raises(errors.UsageError, match=r"optimizer\.apply"):
+        optimizer.stateless_apply([v.value for v in optimizer.variables], values, values)
+
+
+@pytest.mark.parametrize("options", [{"op": "sum"}, {"shard_state": True}])
+def test_options_of_reduced_gradients_are_refused(options):
+    with pytest.raises(errors.ArgumentError, match="local_steps"):
+        keras_dist.DistributedOptimizer(SGD(0.1), local_steps=4, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"steps": 0}, {"steps": 1.5}, {"outer": 3}, {"within": "rack"}]
+)
+def test_invalid_arguments_are_refused(arguments):
+    with pytest.raises((errors.ArgumentError, errors.ArgumentTypeError), match="Received"):
+        LocalSteps(**arguments)
