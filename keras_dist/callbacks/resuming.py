@@ -21,6 +21,7 @@ from keras_dist.data.fit_data import restarted
 from keras_dist.resume import state
 from keras_dist.resume.compression_errors import CompressionErrors
 from keras_dist.resume.format import REMEDY
+from keras_dist.resume.own_steps import OwnSteps
 from keras_dist.resume.stores import Store
 from keras_dist.training.fit_session import FitSession, is_stopped
 from keras_dist.training.model_state import has_weights, shared_state
@@ -50,8 +51,9 @@ class ResumingCallback(SessionCallback, KerasBackup):
         self._statistics, self._random = state.Statistics(model), state.Generators()
         self._data, seeds = state.DataPosition(), state.Seeds(model, self.root_rank)
         logs, metrics = state.LastLogs(self._numbers_in_logs), state.Metrics(model)
-        others = seeds, self._statistics, metrics, logs, self._data, self._random
-        self._fit = state.FitState(self._callbacks, *others, CompressionErrors(model))
+        steps = OwnSteps(model)
+        others = seeds, self._statistics, metrics, logs, self._data, self._random, steps
+        self._fit = state.FitState(self._callbacks, *others)
 
     def enter(self, session: FitSession) -> None:
         """Finds the newest generation before other callbacks change their files."""
@@ -156,7 +158,7 @@ class ResumingCallback(SessionCallback, KerasBackup):
             return None
         about, states = found
         self._fit.found(states)
-        self._fit.take(state.Seeds.key, state.Statistics.key, CompressionErrors.key)
+        self._fit.take(state.Seeds.key, state.Statistics.key, OwnSteps.key)
         return dict(about)
 
     def _resume_epoch(self, resumed: "ResumedEpoch") -> None:

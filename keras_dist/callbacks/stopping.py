@@ -15,6 +15,7 @@ from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
 from keras_dist.runtime.signals import Signals
 from keras_dist.training.fit_session import STOPS_JOB, Compute, Logs, Order, is_stopped
 from keras_dist.training.rank_exchanges import allgather_object, allreduce
+from keras_dist.training.rounds_in_fit import is_in_round
 from keras_dist.training.session_callback import SessionCallback
 
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -45,10 +46,11 @@ class AgreeOnStoppingCallback(SessionCallback):
     def __init__(self, each_batch: bool = False):
         super().__init__()
         self.each_batch = each_batch
+        self._waits = False  # for the end of a round of local steps, to stop
         if each_batch:
             # On the instance, only if needed: the presence of this hook makes Keras call the hooks
             # of all callbacks in the training thread, the only thread that may run collectives.
-            self.on_train_batch_end = self._agree
+            self.on_train_batch_end = self._agree_at_batch
 
     def asks(self, appended: Sequence[keras.callbacks.Callback]) -> tuple[bool, bool]:
         """Returns whether to agree after every batch, as made and because of appended callbacks."""
@@ -80,9 +82,20 @@ class AgreeOnStoppingCallback(SessionCallback):
         """Agrees on whether this epoch is the last."""
         self._agree()
 
-    def _agree(self, batch: int = 0, logs: dict[str, Any] | None = None) -> None:
+    def _agree_at_batch(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        model = model_of(self)
+        if not is_in_round(model):
+            self._agree()
+        elif is_stopped(model):  # the others cannot know before they meet
+            self._waits, model.stop_training = True, False
+
+    def _agree(self) -> None:
         model, comm = model_of(self), runtime.fit_communicator()
-        stopped, name = np.array([is_stopped(model)], np.uint8), "the decision to stop"
+        stopped, name = (
+            np.array([is_stopped(model) or self._waits], np.uint8),
+            "the decision to stop",
+        )
+        self._waits = False
         (any_rank,) = allreduce(comm, [stopped], [name], _engine.ReduceOp.MAX)
         if any_rank[0]:
             model.stop_training = True

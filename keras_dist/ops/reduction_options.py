@@ -74,6 +74,10 @@ class ReductionOptions:
         """Factor of every gradient before the reduction: Keras gives the mean of several passes."""
         return 1.0 if self.averages else float(self.passes)
 
+    def of_rounds(self) -> "ReductionOptions":
+        """Returns the options by which differences of weights are averaged after local steps."""
+        return dataclasses.replace(self, local_steps=None, within=None, groups=(), passes=1)
+
     def ranks(self) -> _engine.Communicator:
         """Returns the current communicator of the ranks that reduce in each step."""
         return runtime.communicator(self.each_step)

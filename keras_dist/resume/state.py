@@ -136,11 +136,12 @@ class FitState:
 
     def take(self, *keys: str) -> bool:
         """Lets objects take what was found, if anything was; returns whether it fits all."""
-        states = self.ranks()
-        if states:
-            self._shared.of_all = unpack(*self._found[0])
-        asked = [each for each in self._every if each.key in keys and states]
-        fit = [each.take([state.get(each.key) for state in states]) for each in asked]
+        if not (states := self.ranks()):
+            return True
+        self._shared.of_all = unpack(*self._found[0])
+        # A generation of an earlier version may lack one.
+        asked = [each for each in self._every if each.key in keys and each.key in states[0]]
+        fit = [each.take([state[each.key] for state in states]) for each in asked]
         return all(fit)
 
     def take_on_all(self, *keys: str) -> None:

@@ -35,7 +35,9 @@ class GradientReduction:
         self.model = ""  # the name of the model that is trained, if it is known
         self.shards: Any = None  # the `Shards` of an optimizer that shards its state
         #: of an optimizer with local steps
-        self.rounds = None if options.local_steps is None else Rounds(options)
+        self.rounds = None
+        if options.local_steps is not None:
+            self.rounds = Rounds(options, GradientReduction(options.of_rounds()))
         self._plans = GradientPlans(options)
         self._brought: _engine.GradientSet | None = None  # in the current update
         # For compiled steps: the forms that the ranks agreed on, and these ranks.

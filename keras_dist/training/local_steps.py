@@ -91,8 +91,13 @@ class LocalSteps:
         return {"steps": self.steps, "outer": self._outer, "within": within}
 
     def __repr__(self) -> str:
-        outer = self._outer and f"{self._outer['class_name']}, {self._outer['config']}"
-        return f"LocalSteps({self.steps}, outer={outer}, within={self.within})"
+        outer, within = None, self.within
+        if self._outer is not None:
+            config = {k: v for k, v in self._outer["config"].items() if k != "name" and v}
+            outer = f"{self._outer['class_name']}({config})"
+        if isinstance(within, ProcessSet):
+            within = "a process set"
+        return f"LocalSteps({self.steps}, outer={outer}, within={within!r})"
 
 
 def with_local_steps(options: ReductionOptions, value: Any) -> ReductionOptions:

@@ -89,15 +89,24 @@ def state_of_steps(model: keras.Model) -> list[Any]:
 
     Without learning rates, which all ranks set alike, and without averaged weights.
     """
-    found: dict[int, Any] = {}
-    for outermost, *inside in families(model):
-        rounds = rounds_of(outermost)
-        for each in [outermost, *inside] if rounds is not None else ():
-            if each is not rounds.outer:
-                found.update((id(v), v) for v in each.variables)
-    shared = [v for each in optimizers_of(model) for v in _shared_by_steps(each)]
-    excluded = {id(v) for v in [*shared, *accumulators(optimizers_of(model))]}
+    stepping = _stepping(model)
+    found = {id(variable): variable for each in stepping for variable in each.variables}
+    shared = [v for each in stepping for v in _shared_by_steps(each)]
+    excluded = {id(v) for v in [*shared, *accumulators(stepping)]}
     return [variable for key, variable in found.items() if key not in excluded]
+
+
+def accumulators_of_steps(model: keras.Model) -> list[Any]:
+    """Returns the gradient accumulators of optimizers that make local steps."""
+    return accumulators(_stepping(model))
+
+
+def _stepping(model: keras.Model) -> list[Any]:
+    """Returns the optimizers of a model that make local steps, and those inside of them."""
+    every = [family for family in families(model) if rounds_of(family[0]) is not None]
+    outer = {id(rounds_of(family[0]).outer) for family in every}
+    members = [each for family in every for each in family if id(each) not in outer]
+    return list({id(each): each for each in members}.values())
 
 
 def _shared_by_steps(optimizer: Any) -> list[Any]:
@@ -148,13 +157,14 @@ def clear_accumulators(optimizers: Sequence[Any], besides: Iterable[Any] = ()) -
 def accumulated(model: keras.Model) -> list[Any]:
     """Returns the gradient accumulators that hold a part of the next update, of any rank.
 
-    Without those of local variables, and of Adasum, whose update is not that of an average.
+    Without those of local variables, of local steps, and of Adasum, whose update is not that of an
+    average.
     """
     local = _with_slots(optimizers_of(model), local_variables(model))
     waiting = {
         id(each): each
         for family in families(model)
-        if not any(map(_uses_adasum, family))
+        if rounds_of(family[0]) is None and not any(map(_uses_adasum, family))
         for each in family
         if int(optimizer_state.batches_seen(each)) % (each.gradient_accumulation_steps or 1)
     }

@@ -32,10 +32,9 @@ def allreduce(
     arrays: Sequence[np.ndarray],
     names: Sequence[str],
     op: _engine.ReduceOp = _engine.ReduceOp.SUM,
-    compression: _engine.Compressor = _engine.Compression.none,
 ) -> list[Any]:
     """Returns arrays reduced over the ranks of `comm`. Collective; blocks."""
-    options, nbytes = _engine.OpOptions(op, compression=compression), bucket_nbytes(comm)
+    options, nbytes = _engine.OpOptions(op), bucket_nbytes(comm)
     return _engine.collectives.allreduce(comm, arrays, names, options, nbytes)
 
 

@@ -23,6 +23,7 @@ from keras_dist.training.model_state import (
     clear_accumulators,
     host_array,
     optimizers_of,
+    rounds_of,
     shared_state,
     state_of_steps,
     to_numpy,
@@ -45,10 +46,14 @@ ADAPT = (
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     """Broadcasts the weights, layer state and optimizer state of the root to every rank.
 
+    A round of local steps that has begun ends without an average.
+
     Local variables, their layers and their optimizer state are unchanged. Sharded optimizer state
     is that which the root has loaded, if it has loaded any. Collective; blocks.
     """
     model.__dict__.pop(VERIFIED, None)
+    for rounds in filter(None, map(rounds_of, optimizers_of(model))):
+        rounds.taken = 0
     sharded_state.share_loaded(model, root_rank)
     comm = runtime.fit_communicator()
     with broadcast_layers(comm, model, root_rank):

@@ -23,15 +23,18 @@ from keras_dist._compat.keras.sliced_updates import averages
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.training.model_state import optimizers_inside, variable_name
-from keras_dist.training.rank_exchanges import allreduce
 from keras_dist.training.rank_gradients import key_of
 
 
 class Rounds:
-    """The rounds of one optimizer."""
+    """The rounds of one optimizer.
 
-    def __init__(self, options: ReductionOptions):
-        self.options = options
+    Args:
+        average: a function of differences and their anchors that reduces them like gradients.
+    """
+
+    def __init__(self, options: ReductionOptions, average: Callable[[Any, Any], list[Any]]):
+        self.options, self._average = options, average
         self.outer = options.local_steps.make_outer()
         #: number of batches that this rank has taken in this round, and of rounds that have ended
         self.taken = self.ended = 0
@@ -74,10 +77,11 @@ class Rounds:
         before = [*self._weights, *self._others]
         if list(map(id, before)) == list(map(id, [*weights, *others])):
             return
+        self._compare()
         self._weights, self._others = weights, others
         passes = [member.gradient_accumulation_steps or 1 for member in members]
         self._length = self.options.local_steps.steps * max(passes)
-        self._anchors = [_like(variable) for variable in [*weights, *others]]
+        self._anchors = [self._anchor_of(variable) for variable in [*weights, *others]]
         self.taken = 0
         if self.outer is not None:
             self.outer.build(weights)
@@ -108,7 +112,7 @@ class Rounds:
         differences = [ops.stop_gradient(ops.subtract(anchor, v)) for anchor, v in pairs]
         if share != 1:
             differences = [each * share for each in differences]
-        found = self._averaged(differences)
+        found = self._average(differences, self._anchors)
         count = len(self._weights)
         for variable, anchor in zip(variables, self._anchors, strict=True):
             variable.assign(anchor)
@@ -174,29 +178,44 @@ class Rounds:
         backend.when(ops.greater_equal(counted, self._length), end)
         return result
 
+    def _compare(self) -> None:
+        """Checks that all ranks have the same rounds; others would average at other steps."""
+        comm = self._ranks()
+        if comm is None:
+            return
+        everyone = _engine.collectives.allgather_object(
+            comm, repr(self.options.local_steps), operation="the begin of local steps"
+        )
+        for rank, received in zip(comm.ranks, everyone, strict=True):
+            if received != everyone[0]:
+                raise errors.MismatchError(
+                    f"[rank {rank} of {comm.job.size}]",
+                    f"{everyone[0]} as on rank {comm.ranks[0]}",
+                    received,
+                    "Pass the same local_steps to DistributedOptimizer on every rank.",
+                )
+
+    def _anchor_of(self, variable: Any) -> Any:
+        name = f"{variable_name(variable)} after local steps"
+        return keras.Variable(
+            "zeros",
+            shape=tuple(variable.shape),
+            dtype=keras.backend.standardize_dtype(variable.dtype),
+            trainable=False,
+            name=name.replace("/", "_"),
+        )
+
     def _ranks(self) -> _engine.Communicator | None:
         if not runtime.includes_me(self.options.process_set):
             return None
         comm = runtime.communicator(self.options.process_set)
         return comm if comm.size > 1 else None
 
-    def _averaged(self, differences: list[Any]) -> list[Any]:
-        comm, backend = self._ranks(), _backends.active()
-        if comm is None:
-            return differences
-        after = f"after {self.options.local_steps.steps} local steps"
-        variables = [*self._weights, *self._others]
-        names = [f"the difference of {variable_name(v)} {after}" for v in variables]
-        # A graph of TensorFlow keeps it until the process ends.
-        average = functools.partial(_average, self.options, names)
-        if backend.is_traced((), variables):
-            return backend.call_host(average, differences, [tuple(v.shape) for v in variables])
-        found = average(*backend.engine_arrays(differences))
-        return list(map(backend.tensor_of, found, differences))
-
     def _catch_up(self, comm: _engine.Communicator, ended: Sequence[int]) -> None:
         """Gives ranks that were out of data the state after the last round of the others."""
         backend, newest = _backends.active(), max(ended)
+        if self.ended == newest and not self.taken:
+            self.start()  # the anchors are those of the round before
         variables, names = self.variables, [variable_name(v) for v in self.variables]
         received = _engine.collectives.broadcast(
             comm,
@@ -252,15 +271,3 @@ class LocalUpdates:
 def local(mixin: Any) -> Any:
     """Returns a mixin of an optimizer whose updates are local steps."""
     return type(mixin.__name__, (LocalUpdates, mixin), {})
-
-
-def _average(options: ReductionOptions, names: Sequence[str], *arrays: Any) -> list[Any]:
-    comm = runtime.communicator(options.process_set)
-    return allreduce(comm, arrays, names, _engine.ReduceOp.AVERAGE, options.compression)
-
-
-def _like(variable: Any) -> Any:
-    name = f"{variable_name(variable)}_anchor".replace("/", "_")
-    shape = tuple(variable.shape)
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return keras.Variable("zeros", shape=shape, dtype=dtype, trainable=False, name=name)

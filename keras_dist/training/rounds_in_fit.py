@@ -24,6 +24,11 @@ def rounds_of(model: Any) -> dict[Any, Rounds]:
     return found
 
 
+def is_in_round(model: Any) -> bool:
+    """Returns whether the ranks have taken local steps since they last averaged."""
+    return any(rounds.taken for rounds in rounds_of(model).values())
+
+
 def end_rounds(model: Any) -> None:
     """Ends the rounds of a model that have begun. Collective; blocks."""
     for rounds in rounds_of(model).values():

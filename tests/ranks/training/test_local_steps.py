@@ -239,3 +239,105 @@ def test_options_of_reduced_gradients_are_refused(options):
 def test_invalid_arguments_are_refused(arguments):
     with pytest.raises((errors.ArgumentError, errors.ArgumentTypeError), match="Received"):
         LocalSteps(**arguments)
+
+
+# --- What a fit does beside steps
+
+
+class Stop(keras.callbacks.Callback):
+    """Stops training on one rank, in the middle of a round."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 3 and keras_dist.rank() == keras_dist.size() - 1:
+            self.model.stop_training = True
+
+
+def test_a_stop_on_one_rank_takes_effect_at_the_end_of_the_round():
+    model = make(local(SGD(0.1), 3, outer=None))
+    fit(model, epochs=2, callbacks=[Stop()])
+    assert int(model.optimizer.iterations) == 6
+    assert model.optimizer._keras_dist.rounds.ended == 2
+    keras_dist.verify_replicas(model)
+
+
+@pytest.mark.parametrize("uneven", ["continue", "stop"])
+def test_ranks_out_of_data_have_the_weights_of_the_others(uneven):
+    model = make(local(SGD(0.1), 2, outer=None))
+    x, y = data_of(keras_dist.rank())
+    count = BATCH * (STEPS if keras_dist.rank() == 0 else 3)
+    callbacks = keras_dist.callbacks(uneven=uneven)
+    model.fit(x[:count], y[:count], BATCH, 2, shuffle=False, verbose=0, callbacks=callbacks)
+    keras_dist.verify_replicas(model)
+
+
+def test_metrics_are_those_of_all_samples():
+    model = make(local(SGD(0.0), 3), metrics=["accuracy"])
+    logs = fit(model, validation_data=data_of(keras_dist.rank())).history
+    x, y = (
+        np.concatenate(each) for each in zip(*map(data_of, range(keras_dist.size())), strict=True)
+    )
+    loss, accuracy = make(SGD(0.0), metrics=["accuracy"]).evaluate(x, y, verbose=0)
+    found = [logs[name][0] for name in ("loss", "accuracy", "val_loss", "val_accuracy")]
+    np.testing.assert_allclose(found, [loss, accuracy] * 2, rtol=1e-5)
+
+
+def test_averaged_weights_and_schedules():
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    model = make(local(SGD(schedule, use_ema=True, ema_momentum=0.5, clipnorm=0.1), 3))
+    fit(model, epochs=2)
+    keras_dist.verify_replicas(model)
+    assert agreed([to_numpy(w).tobytes() for w in model.weights])
+
+
+def test_loss_scales_of_ranks_are_their_own():
+    model = make(local(keras.optimizers.LossScaleOptimizer(SGD(0.1)), 3, outer=None))
+    fit(model)
+    plain = make(local(SGD(0.1), 3, outer=None))
+    fit(plain)
+    assert_close(weights_of(model), weights_of(plain))
+    assert model.optimizer._keras_dist.rounds.ended == 3
+
+
+def test_rows_of_embeddings():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(50, 6), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+    model.compile(local(Adam(0.1), 2), "mse")
+    x = np.random.default_rng(keras_dist.rank()).integers(0, 50, (16, 3))
+    model.fit(x, x[:, 0], 4, verbose=0, callbacks=keras_dist.callbacks())
+    keras_dist.verify_replicas(model)
+
+
+def test_local_layers_are_not_averaged():
+    model = make(SGD(0.1))
+    steps = LocalSteps(3)
+    optimizer = keras_dist.PartialDistributedOptimizer(
+        SGD(0.1), local_layers=model.layers[-1], local_steps=steps
+    )
+    compiled(model, optimizer)
+    fit(model)
+    shared, own = model.layers[0].get_weights(), model.layers[-1].get_weights()
+    assert agreed([w.tobytes() for w in shared])
+    if keras_dist.size() > 1:
+        assert not agreed([w.tobytes() for w in own])
+
+
+def test_copies_have_the_same_local_steps(shared_tmp_path):
+    model = make(local(SGD(0.1), 3, outer=SGD(0.5)))
+    fit(model)
+    if keras_dist.rank() == 0:
+        model.save(shared_tmp_path / "model.keras")
+    keras_dist.barrier()
+    loaded = keras_dist.load_model(shared_tmp_path / "model.keras")
+    for each in (model, loaded):
+        fit(each)
+    for value, wanted in zip(weights_of(loaded), weights_of(model), strict=True):
+        np.testing.assert_array_equal(value, wanted)
+    assert loaded.optimizer._keras_dist.rounds.outer.get_config()["learning_rate"] == 0.5
+
+
+@pytest.mark.skipif(keras_dist.size() == 1, reason="of several ranks")
+def test_other_numbers_of_steps_on_a_rank_are_an_error():
+    model = make(local(SGD(0.1), 2 + keras_dist.rank() % 2))
+    with pytest.raises(errors.MismatchError, match="the same local_steps"):
+        model.train_on_batch(*batches_of(0)[0])

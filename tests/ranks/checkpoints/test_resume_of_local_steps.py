@@ -1,0 +1,61 @@
+"""Training with local steps resumes to the bit: each rank has the state of its own steps."""
+
+import keras
+import numpy as np
+import pytest
+from interrupting import Interrupt, Interrupted, everything_of
+from small_training import BATCH, make_data, make_model
+
+import keras_dist
+from keras_dist import LocalSteps
+from keras_dist.callbacks import BackupAndRestore, ShardedCheckpoint
+from keras_dist.resume.own_steps import OwnSteps
+from keras_dist.training.model_state import state_of_steps, to_numpy
+
+pytestmark = pytest.mark.jobs("training", "jax-2-rows", "openmpi-3")
+
+STEPS = 5
+
+
+def train(*callbacks, steps=2, epochs=2, **options):
+    optimizer = keras.optimizers.Adam(0.01, **options)
+    wrapped = keras_dist.DistributedOptimizer(optimizer, local_steps=LocalSteps(steps))
+    model = make_model(wrapped, regularised=True, metrics=["accuracy"])
+    x, y = make_data(STEPS * BATCH, seed=keras_dist.rank())
+    callbacks = keras_dist.callbacks(*callbacks)
+    fit = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "epochs": epochs}
+    history = model.fit(x, y, callbacks=callbacks, **fit)
+    return everything_of(model), history.history, model
+
+
+@pytest.mark.parametrize("kind", [BackupAndRestore, ShardedCheckpoint])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "use_ema": True}])
+def test_resumed_training_equals_uninterrupted_training(shared_tmp_path, kind, options):
+    # A generation ends the round, also in the training that is not interrupted.
+    expected = train(kind(shared_tmp_path / "whole", save_freq=3), **options)
+    folder = shared_tmp_path / "interrupted"
+    with pytest.raises(Interrupted):
+        train(kind(folder, save_freq=3), Interrupt(1, 3), **options)
+    keras_dist.barrier()
+    assert train(kind(folder, save_freq=3), **options)[:2] == expected[:2]
+
+
+def test_training_resumes_at_an_epoch(shared_tmp_path):
+    expected = train(epochs=3)
+    folder = shared_tmp_path / "interrupted"
+    with pytest.raises(Interrupted):
+        train(BackupAndRestore(folder), Interrupt(1), epochs=3)
+    keras_dist.barrier()
+    assert train(BackupAndRestore(folder), epochs=3)[:2] == expected[:2]
+
+
+def test_a_job_of_another_size_averages_the_state_of_steps():
+    model = train(epochs=1)[-1]
+    own = [to_numpy(variable).copy() for variable in state_of_steps(model)]
+    states = [[value + number for value in own] for number in range(keras_dist.size() + 2)]
+    OwnSteps(model).take(states)
+    shift = np.mean(range(len(states)))
+    for variable, value in zip(state_of_steps(model), own, strict=True):
+        is_float = keras.backend.is_float_dtype(variable.dtype)
+        wanted = value + shift if is_float else value
+        np.testing.assert_allclose(to_numpy(variable), wanted, rtol=1e-6)
