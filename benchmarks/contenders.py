@@ -12,6 +12,7 @@ from turns import in_turn
 WARM_STEPS = 3
 ALONE = ("none", "together", "loop")  # they average nothing
 RATE = 0.01
+LOCAL_STEPS = 64  # between two exchanges of the contenders that do not talk every step
 
 
 def time_fits(task):
@@ -67,11 +68,13 @@ def make_fit(name, model, steps):
     import keras_dist
 
     count = steps * model.batch_size
-    if name in ("loop", "ddp", "ddp_apart"):
+    if name in ("loop", "ddp", "ddp_apart", "post_local"):
         from torch_loop import Loop
 
         module = model.compiled(keras.optimizers.SGD(RATE))
-        loop = Loop(module, averages=name != "loop", rate=RATE, overlaps=name == "ddp")
+        period = LOCAL_STEPS if name == "post_local" else 0
+        averages = name in ("ddp", "ddp_apart")
+        loop = Loop(module, averages, RATE, overlaps=name == "ddp", period=period)
         data = model.data(count, keras_dist.rank())
         return loop.bound_to(*data, model.batch_size)
     if name == "parallel":
@@ -82,12 +85,13 @@ def make_fit(name, model, steps):
         given = list(inputs) if isinstance(inputs, tuple) else inputs
         return Fit(make(), (given, labels), scope=scope, batch_size=model.batch_size)
     optimizer = naive_sgd(RATE) if name == "naive" else keras.optimizers.SGD(RATE)
-    if name in ("ours", "apart"):
-        optimizer = keras_dist.DistributedOptimizer(optimizer)
+    if name in ("ours", "apart", "local"):
+        options = {"local_steps": keras_dist.LocalSteps(LOCAL_STEPS)} if name == "local" else {}
+        optimizer = keras_dist.DistributedOptimizer(optimizer, **options)
     whole = model.data(count * keras_dist.size(), 0)
     data = keras_dist.data.shard(whole, batch_size=model.batch_size)
     callbacks = {"together": lambda: [make_barrier()]}
-    callbacks |= dict.fromkeys(("ours", "apart"), keras_dist.callbacks)
+    callbacks |= dict.fromkeys(("ours", "apart", "local"), keras_dist.callbacks)
     scope = without_overlap if name == "apart" else contextlib.nullcontext
     return Fit(model.compiled(optimizer), (data,), callbacks.get(name, list), scope)
 

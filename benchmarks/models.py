@@ -57,6 +57,14 @@ def mlp():
     return keras.Sequential([keras.Input((28, 28)), *stack, layers.Dense(10)])
 
 
+def wide():
+    import keras
+    from keras import layers
+
+    stack = [layers.Flatten(), *(layers.Dense(3328, activation="relu") for _ in range(3))]
+    return keras.Sequential([keras.Input((28, 28)), *stack, layers.Dense(10)])
+
+
 def cnn():
     import keras
     from keras import layers
@@ -143,6 +151,7 @@ def pairs(random, count):
 
 MODELS = {
     "mlp": Model("MLP, 40 MB", 128, mlp, images(28, 28)),
+    "wide": Model("MLP, 99 MB", 128, wide, images(28, 28)),
     "cnn": Model("CNN, 4.8 MB", 128, cnn, images(28, 28)),
     "residual": Model("residual network, 1.1 MB", 32, residual, images(32, 32, 3)),
     "transformer": Model("transformer, 6.7 MB", 32, transformer, words),

@@ -16,15 +16,20 @@ class Loop:
         rate: learning rate. Defaults to 0.01.
         overlaps: whether DistributedDataParallel averages while others are computed. Otherwise
             its second bucket holds all gradients but the first.
+        period: after so many steps PostLocalSGDOptimizer averages the weights. Defaults to 0:
+            never.
     """
 
-    def __init__(self, module, averages, rate=0.01, overlaps=True):
+    def __init__(self, module, averages, rate=0.01, overlaps=True, period=0):
         self.model = self.called = module
         if averages:
             join_gloo()
             size = {} if overlaps else {"bucket_cap_mb": 2**20}
             self.called = torch.nn.parallel.DistributedDataParallel(module, **size)
         self.optimizer = torch.optim.SGD(weights_of(module), rate)
+        if period:
+            join_gloo()
+            self.optimizer = averaging(self.optimizer, period)
         self.loss = torch.nn.CrossEntropyLoss()
 
     def fit(self, inputs, labels, batch_size, after_step):
@@ -57,6 +62,14 @@ class Loop:
 
         fit.model = self.model
         return fit
+
+
+def averaging(optimizer, period):
+    """Returns torch's optimizer that averages weights after so many steps of another."""
+    from torch.distributed.algorithms.model_averaging import averagers
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    return PostLocalSGDOptimizer(optimizer, averagers.PeriodicModelAverager(period, 0))
 
 
 def weights_of(module):

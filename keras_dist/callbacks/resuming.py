@@ -51,9 +51,9 @@ class ResumingCallback(SessionCallback, KerasBackup):
         self._statistics, self._random = state.Statistics(model), state.Generators()
         self._data, seeds = state.DataPosition(), state.Seeds(model, self.root_rank)
         logs, metrics = state.LastLogs(self._numbers_in_logs), state.Metrics(model)
-        steps = OwnSteps(model)
-        others = seeds, self._statistics, metrics, logs, self._data, self._random, steps
-        self._fit = state.FitState(self._callbacks, *others)
+        own = OwnSteps(model), CompressionErrors(model)
+        others = seeds, self._statistics, metrics, logs, self._data, self._random
+        self._fit = state.FitState(self._callbacks, *others, *own)
 
     def enter(self, session: FitSession) -> None:
         """Finds the newest generation before other callbacks change their files."""
@@ -158,7 +158,8 @@ class ResumingCallback(SessionCallback, KerasBackup):
             return None
         about, states = found
         self._fit.found(states)
-        self._fit.take(state.Seeds.key, state.Statistics.key, OwnSteps.key)
+        own = OwnSteps.key, CompressionErrors.key
+        self._fit.take(state.Seeds.key, state.Statistics.key, *own)
         return dict(about)
 
     def _resume_epoch(self, resumed: "ResumedEpoch") -> None:

@@ -29,8 +29,7 @@ class CompressionErrors:
     def take(self, states: Sequence[Any]) -> bool:
         size = runtime.fit_size()
         for number, optimizer in enumerate(self._optimizers()):
-            # A generation of an earlier version has none.
-            found = [each[number] for each in states if each is not None and number < len(each)]
+            found = [each[number] for each in states if number < len(each)]
             if not found or not found[0]["step"]:
                 continue
             is_sum = optimizer._keras_dist.options.op is _engine.ReduceOp.SUM

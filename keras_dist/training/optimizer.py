@@ -114,7 +114,8 @@ def DistributedOptimizer(
         ArgumentError: the optimizer is distributed already or accumulates another number of
             batches; `op` or `compression` is unknown; `process_set` is not registered; a number is
             out of range; the number of ranks is not a power of two for `Adasum`; or `op` does not
-            support `gradient_predivide_factor`, `average_aggregated_gradients` or `local_steps`.
+            support `gradient_predivide_factor`, `average_aggregated_gradients`, `compression` or
+            `local_steps`.
 
     Example:
     ```python

@@ -34,7 +34,7 @@ def allreduce(
     op: _engine.ReduceOp = _engine.ReduceOp.SUM,
 ) -> list[Any]:
     """Returns arrays reduced over the ranks of `comm`. Collective; blocks."""
-    options, nbytes = _engine.OpOptions(op), bucket_nbytes(comm)
+    options, nbytes = _engine.OpOptions(op), bucket_nbytes()
     return _engine.collectives.allreduce(comm, arrays, names, options, nbytes)
 
 

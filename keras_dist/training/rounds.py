@@ -196,7 +196,7 @@ class Rounds:
                 )
 
     def _anchor_of(self, variable: Any) -> Any:
-        name = f"{variable_name(variable)} after local steps"
+        name = f"{variable_name(variable)}_anchor"
         return keras.Variable(
             "zeros",
             shape=tuple(variable.shape),
