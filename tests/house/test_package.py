@@ -103,14 +103,14 @@ def test_first_example_runs_from_the_wheel(distributions, tmp_path, backend):
     (tmp_path / "train.py").write_text(code)
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     bin = tmp_path / "venv" / "bin"
-    options = ("-q", "--no-compile", "--constraint", ROOT / "constraints.txt")
-    extra = "tensorflow-cpu" if backend == "tensorflow" else backend
-    run(bin / "pip", "install", *options, f"{wheel}[{extra},mpich]")
-
     hidden = ("PYTHONPATH", "LEFT_OUT")  # of these tests
     environment = {name: text for name, text in os.environ.items() if name not in hidden}
     environment |= {"KERAS_BACKEND": backend, "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"}
     start = {"cwd": tmp_path, "env": environment}
+    options = ("-q", "--no-compile", "--constraint", ROOT / "constraints.txt")
+    extra = "tensorflow-cpu" if backend == "tensorflow" else backend
+    run(bin / "pip", "install", *options, f"{wheel}[{extra},mpich]", **start)
+
     on_two_ranks = run(bin / "keras-dist", "run", "-np", "2", "python", "train.py", **start)
     check_training(on_two_ranks, code)
     check_training(run(bin / "python", "train.py", **start), code)
