@@ -2,6 +2,7 @@
 
     python benchmarks/local_steps.py [--ranks 2 4] [--steps 1 16 64 256] [--seeds 3] [--quick]
     python benchmarks/local_steps.py --resume     # goes on after an interrupted run
+    python benchmarks/local_steps.py --small      # a decoder of 0.3 million parameters
 
 A decoder of 3.3 million parameters learns to continue text, byte by byte, and a small convolutional
 network to read digits. The text is what packages ship: the topics of Python's own help, and the
@@ -21,12 +22,14 @@ import numpy as np
 from common import answer, conclude, load, options_of, parser, plotter, slug, start, surroundings
 from common import table as tabulated
 
-WIDTH, LENGTH, HEADS, BLOCKS, BYTES = 256, 64, 4, 4, 256
+LENGTH, HEADS, BYTES = 64, 4, 256
+USUAL, SMALL = (256, 4), (96, 2)  # width and blocks
 VALIDATION = 512  # samples of text
 LONGEST = 200  # characters of docstrings that are no text yet
 PARTS, STEPS = 8, 256  # a part is a call of fit: the loss is taken after each
 TITLES = {"text": "decoder, text", "images": "CNN, digits"}
 BATCH = {"text": 16, "images": 32}  # over all ranks
+DEFAULT = 16  # local steps
 LOSES = 0.02  # of the validation loss, at most, with the defaults
 SYNCHRONOUS = "every step"
 
@@ -39,10 +42,12 @@ def main():
     made.add_argument("--tasks", nargs="+", choices=list(TITLES), default=list(TITLES))
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--outer", choices=["default", "none"], nargs="+", default=["default"])
+    made.add_argument("--small", action="store_true", help="a smaller decoder")
     made.add_argument("--resume", action="store_true", help="run only what an earlier run lacks")
     options = options_of(made, work)
     os.environ |= {"KERAS_BACKEND": options.backend, "OMP_NUM_THREADS": "1"}
-    before, kept = load(), options.output / f"{slug('local_steps')}.json"
+    size = SMALL if options.small else USUAL
+    before, kept = load(), options.output / f"{name_of(options)}.json"
     known = json.loads(kept.read_text()) if options.resume and kept.exists() else {}
     parts = 1 if options.quick else PARTS
     for seed in range(options.seeds):
@@ -53,10 +58,14 @@ def main():
                     if key in known:
                         continue
                     task = {"task": name, "steps": steps, "outer": outer, "seed": seed}
-                    known[key] = start(__file__, ranks, {**task, "parts": parts})
+                    known[key] = start(__file__, ranks, {**task, "parts": parts, "size": size})
                     kept.write_text(json.dumps(known))
                     print(key, f"{known[key][-1]:.4f}", flush=True)
     report(options, before, known)
+
+
+def name_of(options):
+    return slug("local_steps_small" if options.small else "local_steps")
 
 
 def contenders(options):
@@ -84,7 +93,7 @@ def work(path):
         torch.set_num_threads(1)
     keras.utils.set_random_seed(task["seed"])
     train, held_back = DATA[task["task"]](task["parts"], task["seed"])
-    model = MODELS[task["task"]]()
+    model = decoder(*task["size"]) if task["task"] == "text" else convolutional()
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, task["parts"] * STEPS - 100, warmup_target=1e-3, warmup_steps=100
     )
@@ -145,19 +154,19 @@ def cut(inputs, labels, parts, batch, seed):
     return [(inputs[rows], labels[rows]) for rows in order]
 
 
-def decoder():
+def decoder(width, blocks):
     import keras
     from keras import layers
 
     tokens = keras.Input((LENGTH,), dtype="int32")
     places = keras.ops.arange(LENGTH, dtype="int32")
-    x = layers.Embedding(BYTES, WIDTH)(tokens)
-    x = x + layers.Embedding(LENGTH, WIDTH)(tokens * 0 + places)
-    for _ in range(BLOCKS):
+    x = layers.Embedding(BYTES, width)(tokens)
+    x = x + layers.Embedding(LENGTH, width)(tokens * 0 + places)
+    for _ in range(blocks):
         y = layers.LayerNormalization()(x)
-        x = x + layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(y, y, use_causal_mask=True)
+        x = x + layers.MultiHeadAttention(HEADS, width // HEADS)(y, y, use_causal_mask=True)
         y = layers.LayerNormalization()(x)
-        x = x + layers.Dense(WIDTH)(layers.Dense(4 * WIDTH, "gelu")(y))
+        x = x + layers.Dense(width)(layers.Dense(4 * width, "gelu")(y))
     return keras.Model(tokens, layers.Dense(BYTES)(layers.LayerNormalization()(x)))
 
 
@@ -181,7 +190,6 @@ def convolutional():
 
 
 DATA = {"text": text, "images": images}
-MODELS = {"text": decoder, "images": convolutional}
 
 
 # --- what came out ---------------------------------------------------------------------------
@@ -202,14 +210,14 @@ def report(options, before, known):
                 base = mean if base is None else base
                 spread = f" ± {statistics.stdev(ends):.3f}" if len(ends) > 1 else ""
                 others.append(f"{mean:.3f}{spread} ({mean / base - 1:+.1%})")
-                if steps == 64 and outer == "default":
+                if steps == DEFAULT and outer == "default":
                     what = f"{TITLES[name]}, {ranks} ranks: the default, above {SYNCHRONOUS}"
                     more = mean / base - 1
                     rows.append((what, f"<= {LOSES:.0%}", f"{more:.1%}", more <= LOSES))
             body.append([f"{TITLES[name]}, {ranks} ranks", *others])
     out.append(tabulated(["", *map(title, contenders(options))], body))
-    plot(options, known, options.output / f"{slug('local_steps')}.png")
-    conclude(options.output, slug("local_steps"), out, rows)
+    plot(options, known, options.output / f"{name_of(options)}.png")
+    conclude(options.output, name_of(options), out, rows)
 
 
 def title(contender):
