@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_dist import config, errors
 from keras_dist._engine.gradient_compression import (
+    METHODS,
     GradientCompression,
     PowerSGD,
     TopK,
@@ -180,6 +181,17 @@ def parse_gradient_compression(compression: Any, where: str) -> Compressor | Gra
         found = gradient_compression_of(compression)
     if isinstance(found, GradientCompression):
         return found
+    is_text = isinstance(compression, str)
+    text = compression.strip().lower() if is_text else getattr(compression, "__name__", "")
+    method = next((name for name in METHODS if text.startswith(name)), None)
+    if method is not None:
+        kind = errors.ArgumentError if is_text else errors.ArgumentTypeError
+        raise kind(
+            where,
+            f"compression to be {method} with its options by their names",
+            repr(compression),
+            f"Pass keras_dist.Compression.{method}(), or a text as {METHODS[method]().name!r}.",
+        )
     return parse_compression(compression, where)
 
 

@@ -29,7 +29,9 @@ class GradientCompression:
     @property
     def name(self) -> str:
         """Name that the ranks compare, and by which it is saved and found again."""
-        fields = ", ".join(f"{field}={value!r}" for field, value in vars(self).items())
+        # A float of numpy has a text that `gradient_compression_of` does not read.
+        given = {k: float(v) if isinstance(v, float) else v for k, v in vars(self).items()}
+        fields = ", ".join(f"{field}={value!r}" for field, value in given.items())
         return f"{type(self).__name__.lower()}({fields})"
 
 

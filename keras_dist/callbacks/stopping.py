@@ -15,7 +15,8 @@ from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
 from keras_dist.runtime.signals import Signals
 from keras_dist.training.fit_session import STOPS_JOB, Compute, Logs, Order, is_stopped
 from keras_dist.training.rank_exchanges import allgather_object, allreduce
-from keras_dist.training.rounds_in_fit import is_in_round
+from keras_dist.training.rounds import Rounds
+from keras_dist.training.rounds_in_fit import rounds_of
 from keras_dist.training.session_callback import SessionCallback
 
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -47,6 +48,7 @@ class AgreeOnStoppingCallback(SessionCallback):
         super().__init__()
         self.each_batch = each_batch
         self._waits = False  # for the end of a round of local steps, to stop
+        self._rounds: list[Rounds] = []
         if each_batch:
             # On the instance, only if needed: the presence of this hook makes Keras call the hooks
             # of all callbacks in the training thread, the only thread that may run collectives.
@@ -76,6 +78,7 @@ class AgreeOnStoppingCallback(SessionCallback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees on a stop; Keras then stops after the first batch."""
+        self._rounds = list(rounds_of(model_of(self)).values())
         self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -84,7 +87,7 @@ class AgreeOnStoppingCallback(SessionCallback):
 
     def _agree_at_batch(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         model = model_of(self)
-        if not is_in_round(model):
+        if not any(rounds.taken for rounds in self._rounds):
             self._agree()
         elif is_stopped(model):  # the others cannot know before they meet
             self._waits, model.stop_training = True, False

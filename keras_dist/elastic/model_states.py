@@ -101,7 +101,12 @@ class KerasState(_VariablesState):
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
         from keras_dist.resume.variables import restore_layers
         from keras_dist.training import built_optimizers
-        from keras_dist.training.model_state import clear_errors, optimizers_inside
+        from keras_dist.training.model_state import (
+            clear_errors,
+            optimizers_inside,
+            optimizers_of,
+            rounds_of,
+        )
 
         text = arrays[OPTIMIZERS].tobytes() if OPTIMIZERS in arrays else b"null"
         self._described = json.loads(text)
@@ -111,6 +116,8 @@ class KerasState(_VariablesState):
         restore_layers(self.model, arrays, is_root=True)
         if self.optimizer is not None:
             clear_errors([self.optimizer, *optimizers_inside(self.optimizer)])
+        for rounds in filter(None, map(rounds_of, [*optimizers_of(self.model), self.optimizer])):
+            rounds.restart()
         self._described = None
         built_optimizers.reset_undescribed(self.model, described)
 

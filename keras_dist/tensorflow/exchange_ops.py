@@ -15,7 +15,7 @@ from keras_dist.ops.reduce_op import Average
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
-from keras_dist.training.distributed import variables_of_rank
+from keras_dist.training.distributed import restart_rounds, variables_of_rank
 from keras_dist.training.model_state import variable_name
 from keras_dist.training.replicas import broadcast_layers
 
@@ -217,3 +217,4 @@ def broadcast_variables(
     }
     shared = [variable for variable in variables if id(variable) not in local]
     broadcast_(shared, root_rank, process_set=process_set)
+    restart_rounds(shared)

@@ -14,6 +14,7 @@ updates variables. In a graph they run at tracing time and cost nothing per step
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import keras
@@ -32,6 +33,7 @@ from keras_dist._compat.keras.optimizers import (
 from keras_dist.ops.reduction_options import is_variable
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
 from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of, slice_of
+from keras_dist.training.rank_gradients import key_of
 from keras_dist.training.rounds import local
 from keras_dist.training.saved_options import KeepsOptions, base_of, derived
 from keras_dist.training.sharding import Sharded, check_no_local_variables, convert
@@ -136,6 +138,15 @@ def variables_of_rank() -> list[Any]:
     every = [optimizer for outer in _attached for optimizer in (outer, *optimizers_inside(outer))]
     slices = [v for optimizer in every for v in optimizer.variables if slice_of(v) is not None]
     return accumulators(every) + slices
+
+
+def restart_rounds(variables: Iterable[Any]) -> None:
+    """Makes rounds of local steps of these variables begin with their values of now."""
+    keys = {key_of(variable) for variable in variables}
+    for optimizer in _attached:
+        rounds = optimizer._keras_dist.rounds
+        if rounds is not None and any(key_of(each) in keys for each in rounds.weights):
+            rounds.start()
 
 
 class _Distributed(UpdateHook, KeepsOptions):

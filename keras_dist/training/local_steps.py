@@ -11,10 +11,10 @@ from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.training.saved_options import KeepsOptions, find_set
 
-#: the outer optimizer of DiLoCo
-NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+# The outer optimizer of DiLoCo, with less momentum: 0.7 and 0.9 overshoot in rounds of few steps.
+NESTEROV = {"learning_rate": 1.0, "momentum": 0.5, "nesterov": True}
 NODE = "node"
-OUTER = "Omit it for the one of DiLoCo, or pass for example keras.optimizers.SGD(1.0)."
+OUTER = "Omit it, or pass for example keras.optimizers.SGD(1.0)."
 
 
 class LocalSteps:
@@ -25,8 +25,8 @@ class LocalSteps:
     gradients, without communication. Then the difference between the weights at the begin of the
     round and now is averaged over the ranks, and an outer optimizer applies it, as if it were a
     gradient, to the weights at the begin. The weights of all ranks are then equal to the bit, and
-    the next round begins with them. With the default this is DiLoCo (Douillard et al., 2023), with
-    `outer=None` Local SGD (Stich, 2019).
+    the next round begins with them. This is DiLoCo (Douillard et al., 2023), with `outer=None` it
+    is Local SGD (Stich, 2019).
 
     Within a round, weights differ between ranks. The state of the optimizer is that of each rank,
     also between rounds. A round also ends at the end of an epoch of `fit`, and before a callback of
@@ -37,10 +37,10 @@ class LocalSteps:
     Args:
         steps: number of steps in a round, at least 1. Batches whose gradients are accumulated count
             as one step; a step that a loss scale skips counts. With `steps_per_execution`, a round
-            ends with the execution in which its last step falls. Defaults to 64.
+            ends with the execution in which its last step falls. Defaults to 16.
         outer: the outer optimizer: an instance of a Keras optimizer, which is copied, its name or
             its configuration; `None` for plain averaging of the weights. Defaults to
-            `"nesterov"`: `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`.
+            `"nesterov"`: `keras.optimizers.SGD(1.0, momentum=0.5, nesterov=True)`.
         within: the ranks that average their gradients in each step, as without local steps:
             `"node"` for those of one node, or a `ProcessSet` that contains this rank. Their
             weights stay equal in a round. `"node"` makes `DistributedOptimizer` collective.
@@ -63,7 +63,7 @@ class LocalSteps:
     within: Any
     _outer: dict[str, Any] | None
 
-    def __init__(self, steps: int = 64, *, outer: Any = "nesterov", within: Any = None):
+    def __init__(self, steps: int = 16, *, outer: Any = "nesterov", within: Any = None):
         where = runtime.where()
         if not isinstance(steps, numbers.Integral) or isinstance(steps, bool):
             received = f"{steps!r} of type {type(steps).__name__}"
@@ -117,6 +117,10 @@ def with_local_steps(options: ReductionOptions, value: Any) -> ReductionOptions:
     if options.shard_state:
         received = "shard_state=True, by which no rank can take a step of its own"
         _refuse("the whole state of the optimizer on each rank", received, "Omit shard_state.")
+    if options.gradient_compression is not None:
+        received = f"compression={options.compression.name}"
+        remedy = "Use compression='bf16', which rounds differences between nodes."
+        _refuse("a compression that sends whole differences", received, remedy)
     if within == NODE:
         if options.process_set not in (None, global_process_set):
             remedy = "Pass within=keras_dist.ProcessSet(...) of the ranks of each node in the set."

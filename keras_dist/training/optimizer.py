@@ -44,7 +44,7 @@ def DistributedOptimizer(
 
     The optimizer is changed in place and returned; its class, state and configuration stay. On one
     rank it makes the steps of plain Keras, except that repeated rows of an embedding's gradient
-    are summed first, as on any number of ranks.
+    are summed first, as on any number of ranks, and that the outer optimizer of `local_steps` acts.
 
     An optimizer that overrides `apply`, `apply_gradients` or `stateless_apply`, for example for
     gradient surgery, receives the reduced gradients there; it must reduce gradients that it

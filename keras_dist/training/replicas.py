@@ -53,7 +53,7 @@ def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     """
     model.__dict__.pop(VERIFIED, None)
     for rounds in filter(None, map(rounds_of, optimizers_of(model))):
-        rounds.taken = 0
+        rounds.restart()
     sharded_state.share_loaded(model, root_rank)
     comm = runtime.fit_communicator()
     with broadcast_layers(comm, model, root_rank):
@@ -208,6 +208,8 @@ def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
         "Pass keras_dist.callbacks() to fit, wrap the optimizer in "
         "keras_dist.DistributedOptimizer, and change weights equally on all ranks."
     )
+    if any(each.taken for each in map(rounds_of, optimizers_of(model)) if each is not None):
+        remedy = "Call optimizer.finish_round() first: a round of local steps has begun."
     raise errors.MismatchError(
         comm.where(),
         f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks"
@@ -219,7 +221,12 @@ def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
 
 def verify_once(model: keras.Model, event: str) -> None:
     """Calls `verify_replicas` once per event and optimizer step. Collective; blocks."""
-    now = (event, [int(optimizer.iterations) for optimizer in optimizers_of(model)])
+    # Ranks that make local steps may skip different ones, by their loss scales.
+    own = {id(variable) for variable in state_of_steps(model)}
+    optimizers = optimizers_of(model)
+    steps = [int(each.iterations) for each in optimizers if id(each.iterations) not in own]
+    rounds = [each.ended for each in map(rounds_of, optimizers) if each is not None]
+    now = (event, steps, rounds)
     if model.__dict__.get(VERIFIED) != now:
         verify_replicas(model)
         object.__setattr__(model, VERIFIED, now)

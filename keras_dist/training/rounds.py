@@ -56,6 +56,17 @@ class Rounds:
         """The variables of the rounds themselves, which no step changes."""
         return [*self._anchors, *([] if self.outer is None else self.outer.variables)]
 
+    @property
+    def weights(self) -> list[Any]:
+        """The weights that the outer optimizer updates; none before the first step."""
+        return self._weights
+
+    def restart(self) -> None:
+        """Forgets the steps of this round: all ranks are given new weights."""
+        self.taken = 0
+        if self._counted is not None:
+            self._counted.assign(0)
+
     def build(self, optimizer: Any, statistics: Sequence[Any] = ()) -> None:
         """Finds what the ranks average: the weights of an optimizer, and statistics.
 
@@ -121,7 +132,14 @@ class Rounds:
         else:
             self.outer.apply(found[:count], self._weights)
         for variable, difference in zip(variables[count:], found[count:], strict=True):
-            variable.assign(ops.subtract(variable, difference))
+            average = ops.subtract(variable, difference)
+            if variable.constraint is not None:  # an outer optimizer applies it
+                average = variable.constraint(average)
+            variable.assign(average)
+
+    def end_counted(self, share: float = 1.0) -> None:
+        """Ends a round of steps that were counted here, on the host. Collective; blocks."""
+        self.end(share)
         self.taken, self.ended = 0, self.ended + 1
 
     def finish(self) -> None:
@@ -135,21 +153,25 @@ class Rounds:
             places = _engine.collectives.allgather_object(
                 comm, places[0], operation="the end of a round of local steps"
             )
-        newest = max(ended for ended, _ in places)
-        if comm is not None and any(ended < newest for ended, _ in places):
-            self._catch_up(comm, [ended for ended, _ in places])
-        took = sum(ended == newest and taken > 0 for ended, taken in places)
+        newest = max(places)
+        took = sum(ended == newest[0] and taken > 0 for ended, taken in places)
+        # A rank that took no step of this round has the anchors of the round before.
+        if comm is not None and (took < len(places) if took else min(places) < newest):
+            self._catch_up(comm, places)
         if took:
             share = len(places) / took if self.taken else 0.0
-            _backends.active().between_steps(functools.partial(self.end, share))
+            _backends.active().between_steps(functools.partial(self.end_counted, share))
 
     def around(self, optimizer: Any, variables: Any, update: Callable[[], Any]) -> Any:
         """Makes an update of a loop that nobody else counts, and ends the round after its last."""
         if self.is_entered:
             return update()
+        if not optimizer.built and variables is None:
+            return update()  # Keras raises its own error
         if not optimizer.built:
             optimizer.build(variables)
-        self.build(optimizer)
+        if not self.taken:
+            self.build(optimizer)
         backend = _backends.active()
         with self.entered():
             if backend.is_traced((), variables or trained_by(optimizer)):
@@ -159,7 +181,7 @@ class Rounds:
             result = update()
             self.taken += 1
             if self.is_due:
-                backend.between_steps(self.end)
+                backend.between_steps(self.end_counted)
             return result
 
     def _around_in_graph(self, update: Callable[[], Any]) -> Any:
@@ -211,27 +233,28 @@ class Rounds:
         comm = runtime.communicator(self.options.process_set)
         return comm if comm.size > 1 else None
 
-    def _catch_up(self, comm: _engine.Communicator, ended: Sequence[int]) -> None:
+    def _catch_up(self, comm: _engine.Communicator, places: Sequence[tuple[int, int]]) -> None:
         """Gives ranks that were out of data the state after the last round of the others."""
-        backend, newest = _backends.active(), max(ended)
-        if self.ended == newest and not self.taken:
+        backend, newest = _backends.active(), max(places)
+        is_current = self.ended == newest[0] and (self.taken > 0 or not newest[1])
+        if is_current and not self.taken:
             self.start()  # the anchors are those of the round before
         variables, names = self.variables, [variable_name(v) for v in self.variables]
         received = _engine.collectives.broadcast(
             comm,
             backend.engine_arrays([variable.value for variable in variables]),
             names,
-            comm.ranks[list(ended).index(newest)],
+            comm.ranks[list(places).index(newest)],
             operation="the broadcast of a round of local steps",
             remedy=SAME_MODEL,
         )
-        if self.ended == newest:
+        if is_current:
             return
         for variable, array in zip(variables, received, strict=True):
             variable.assign(backend.tensor_of(array, variable.value))
         for variable, anchor in zip([*self._weights, *self._others], self._anchors, strict=True):
             variable.assign(anchor)
-        self.taken, self.ended = 0, newest
+        self.taken, self.ended = 0, newest[0]
 
 
 class LocalUpdates:

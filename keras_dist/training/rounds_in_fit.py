@@ -24,11 +24,6 @@ def rounds_of(model: Any) -> dict[Any, Rounds]:
     return found
 
 
-def is_in_round(model: Any) -> bool:
-    """Returns whether the ranks have taken local steps since they last averaged."""
-    return any(rounds.taken for rounds in rounds_of(model).values())
-
-
 def end_rounds(model: Any) -> None:
     """Ends the rounds of a model that have begun. Collective; blocks."""
     for rounds in rounds_of(model).values():
@@ -56,14 +51,14 @@ def count_steps(model: Any, is_made: bool) -> None:
 def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
     """Calls a train function, and ends the rounds that have all of their steps."""
     backend, every = _backends.active(), rounds_of(model)
-    if not all(rounds.taken for rounds in every.values()):
-        _build(model, every, arguments[-1])
-    begun = [rounds for rounds in every.values() if not rounds.taken]
-    if begun:
-        backend.between_steps(_each(Rounds.start, begun), model, arguments, _own(begun))
     with contextlib.ExitStack() as entered:
         for rounds in every.values():
             entered.enter_context(rounds.entered())
+        if not all(rounds.taken for rounds in every.values()):
+            _build(model, every, arguments[-1])
+        begun = [rounds for rounds in every.values() if not rounds.taken]
+        if begun:
+            backend.between_steps(_each(Rounds.start, begun), model, arguments, _own(begun))
         result = step(*arguments)
     for rounds in every.values():
         rounds.taken += model.steps_per_execution
@@ -71,7 +66,7 @@ def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
     if not due:
         return result
     values = result if isinstance(result, tuple) else (result,)
-    values = backend.between_steps(_each(Rounds.end, due), model, values, _own(due))
+    values = backend.between_steps(_each(Rounds.end_counted, due), model, values, _own(due))
     return values if isinstance(result, tuple) else values[0]
 
 

@@ -67,7 +67,7 @@ class CompressedAllreduce(FusedAllreduce):
                 for slot in bucket.slots
             ]
             counting = dataclasses.replace(plan, counts_updates=plan.counts_updates and not number)
-            messages = _Messages(comm, options, counting, bucket.dtype)
+            messages = _CompressedMessages(comm, options, counting, bucket.dtype)
             self._parts.append(_Part(bucket, gradients, messages, compression, feedback))
         largest = dataclasses.replace(options, op=ReduceOp.MAX, prescale=1.0, postscale=1.0)
         quiet = dataclasses.replace(single, counts_updates=False, divides=False)
@@ -123,7 +123,7 @@ class CompressedAllreduce(FusedAllreduce):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Messages:
+class _CompressedMessages:
     """Makes the plans of messages of one dtype."""
 
     comm: Communicator
@@ -166,7 +166,7 @@ class _Part:
         self,
         bucket: Bucket,
         gradients: Sequence[Gradient],
-        messages: _Messages,
+        messages: _CompressedMessages,
         compression: GradientCompression,
         feedback: Feedback,
     ):

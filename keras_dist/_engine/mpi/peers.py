@@ -39,7 +39,7 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class Transfer:
     """One exchange of parts of an array with another node."""
 
     peer: int
@@ -47,9 +47,9 @@ class Exchange:
     received: slice | None
 
     @property
-    def reverse(self) -> "Exchange":
+    def reverse(self) -> "Transfer":
         """The exchange that returns what this one has sent and received."""
-        return Exchange(self.peer, self.received, self.sent)
+        return Transfer(self.peer, self.received, self.sent)
 
 
 def rounds(index: int, count: int) -> list[Round]:
@@ -77,18 +77,18 @@ def rounds(index: int, count: int) -> list[Round]:
     return plan
 
 
-def doubling(index: int, count: int, size: int) -> tuple[list[Exchange], list[Exchange]]:
+def doubling(index: int, count: int, size: int) -> tuple[list[Transfer], list[Transfer]]:
     """Returns the exchanges of whole arrays, in the order of the rounds."""
     whole = slice(0, size)
     plan = [
-        Exchange(step.peer, whole if step.sends else None, whole if step.receives else None)
+        Transfer(step.peer, whole if step.sends else None, whole if step.receives else None)
         for step in rounds(index, count)
     ]
     is_folded = bool(plan) and (plan[0].sent is None or plan[0].received is None)
     return (plan[:-1], plan[-1:]) if is_folded else (plan, [])
 
 
-def halving(index: int, count: int, size: int) -> list[Exchange]:
+def halving(index: int, count: int, size: int) -> list[Transfer]:
     """Returns the exchanges by which nodes halve an array until each has one segment of it.
 
     After an exchange a node combines what it has received with its own elements. At the end it has
@@ -102,10 +102,10 @@ def halving(index: int, count: int, size: int) -> list[Exchange]:
             middle = (mine.start + mine.stop) // 2
             lower, upper = slice(mine.start, middle), slice(middle, mine.stop)
             mine, given = (lower, upper) if index < step.peer else (upper, lower)
-            plan.append(Exchange(step.peer, given, mine))
+            plan.append(Transfer(step.peer, given, mine))
         elif not plan:
             sent, received = (mine, None) if step.sends else (None, mine)
-            plan.append(Exchange(step.peer, sent, received))
+            plan.append(Transfer(step.peer, sent, received))
     return plan
 
 
@@ -129,7 +129,7 @@ class _Leg:
     """An exchange with another node, and its parts of the memory of messages."""
 
     def __init__(
-        self, step: Exchange, sent: np.ndarray, received: np.ndarray, dtype: np.dtype, lead: int
+        self, step: Transfer, sent: np.ndarray, received: np.ndarray, dtype: np.dtype, lead: int
     ):
         self.peer, self.given, self.kept = step.peer, step.sent, step.received
         self.is_mutual = step.sent is not None and step.received is not None
@@ -202,13 +202,13 @@ class Peers:
         else:
             there, back = doubling(self._rank, self._size, count)
 
-        def lead(step: Exchange) -> int:
+        def lead(step: Transfer) -> int:
             # Both nodes decide alike: what one sends, the other receives.
             parts = [part for part in (step.sent, step.received) if part is not None]
             longest = max(part.stop - part.start for part in parts)
             return count if 2 * longest < count else EAGER_NBYTES // dtype.itemsize
 
-        def prepared(steps: Sequence[Exchange]) -> list[_Leg]:
+        def prepared(steps: Sequence[Transfer]) -> list[_Leg]:
             return [_Leg(step, self._sent, self._received, dtype, lead(step)) for step in steps]
 
         return Legs(prepared(there), prepared(back))

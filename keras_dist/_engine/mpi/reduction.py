@@ -24,7 +24,7 @@ from keras_dist._engine.arithmetic import (
 from keras_dist._engine.buckets import ALIGNMENT
 from keras_dist._engine.compression import Wire
 from keras_dist._engine.mpi import transfer
-from keras_dist._engine.mpi.peers import Exchange, combine_rows, halving
+from keras_dist._engine.mpi.peers import Transfer, combine_rows, halving
 from keras_dist._engine.mpi.topology import Links
 from keras_dist._engine.mpi.transfer import as_bytes, wait
 from keras_dist._engine.shm.wait import blocked
@@ -113,7 +113,7 @@ def reduce_by_halves(world: Any, target: np.ndarray, op: ReduceOp, divisor: int)
         _exchange(world, step.reverse, target, target)
 
 
-def _exchange(world: Any, step: Exchange, source: np.ndarray, target: np.ndarray) -> None:
+def _exchange(world: Any, step: Transfer, source: np.ndarray, target: np.ndarray) -> None:
     """Sends elements of one array, and receives elements of another, as far as the step does."""
     requests = []
     if step.received is not None:

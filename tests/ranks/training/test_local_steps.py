@@ -1,6 +1,7 @@
 """`DistributedOptimizer(local_steps=...)`: steps of each rank, averages at the ends of rounds."""
 
 import itertools
+import time
 
 import keras
 import numpy as np
@@ -8,9 +9,8 @@ import pytest
 from small_training import CLASSES, FEATURES, agreed, assert_close, compiled, make_data, weights_of
 
 import keras_dist
-from keras_dist import LocalSteps, errors, runtime
+from keras_dist import LocalSteps, errors
 from keras_dist.training.model_state import to_numpy
-from keras_dist.training.rounds import Rounds
 
 pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows", "torch-3")
 
@@ -76,7 +76,7 @@ def reference(make_inner, rate, momentum, epochs=1, normalized=False):
 @pytest.mark.parametrize(
     "name, outer, rate, momentum",
     [
-        ("DiLoCo", "nesterov", 0.7, 0.9),
+        ("DiLoCo", "nesterov", 1.0, 0.5),
         ("plain averages", None, 1.0, 0.0),
         ("SGD", SGD(0.5), 0.5, 0.0),
     ],
@@ -111,28 +111,22 @@ def test_averages_after_each_step_of_sgd_are_those_of_gradients():
     assert_close(weights_of(averaged), weights_of(reduced))
 
 
-def test_a_round_takes_its_steps_without_communication(monkeypatch):
+def test_a_round_takes_its_steps_without_communication(shared_tmp_path):
     model = make(local(SGD(0.1), 3))
     fit(model)
-    comm = runtime.communicator()
-    ends, tickets = [], []
-    original = Rounds.end
-    monkeypatch.setattr(
-        Rounds, "end", lambda self, *share: (ends.append(1), original(self, *share))
-    )
+    turns = [shared_tmp_path / str(rank) for rank in range(keras_dist.size())]
+    # Each rank waits until the one before has taken its steps, which needs no other then.
+    for turn in turns[: keras_dist.rank()]:
+        end = time.monotonic() + 60
+        while not turn.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert turn.exists()
     batches = batches_of(keras_dist.rank())
-    with monkeypatch.context() as patched:
-        started = type(comm.digests).start
-
-        def start(self, *given):
-            tickets.append(len(ends))
-            return started(self, *given)
-
-        patched.setattr(type(comm.digests), "start", start)
-        for x, y in batches[:3]:
-            model.train_on_batch(x, y)
-    assert ends == [1]
-    assert set(tickets) <= {1}  # all within the end of the round
+    for x, y in batches[:2]:
+        model.train_on_batch(x, y)
+    turns[keras_dist.rank()].touch()
+    model.train_on_batch(*batches[2])
+    assert agreed([w.tobytes() for w in weights_of(model)])
 
 
 def test_accumulated_batches_are_one_step():
@@ -158,7 +152,7 @@ def test_a_round_ends_with_an_execution_of_several_steps():
 def test_compiled_steps_are_local_steps():
     model = make(local(SGD(0.1), 3), jit_compile=True)
     fit(model)
-    assert_close(weights_of(model), reference(lambda: SGD(0.1), 0.7, 0.9), 2e-6)
+    assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
 
 
 def loss_of(model, x, y):
@@ -171,7 +165,7 @@ def test_updates_of_a_loop_are_local_steps():
     for x, y in batches_of(keras_dist.rank()):
         update(model, optimizer, x, y)
     optimizer.finish_round()
-    assert_close(weights_of(model), reference(lambda: SGD(0.1), 0.7, 0.9), 2e-6)
+    assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
     assert agreed([w.tobytes() for w in weights_of(model)])
 
 
@@ -184,7 +178,36 @@ def test_updates_of_a_graph_are_local_steps():
     for x, y in batches_of(keras_dist.rank()):
         update(tf.constant(x), tf.constant(y))
     optimizer.finish_round()
-    assert_close(weights_of(model), reference(lambda: SGD(0.1), 0.7, 0.9), 2e-6)
+    assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
+def test_a_graph_that_one_rank_traces_again_counts_its_steps():
+    import tensorflow as tf
+
+    model = make(optimizer := local(SGD(0.1), 10, outer=None))
+    update = tf.function(lambda x, y: tf_update(model, optimizer, x, y))
+    for number, (x, y) in enumerate(batches_of(keras_dist.rank())):
+        rows = slice(0, BATCH - (number == 2 and keras_dist.rank() > 0))
+        update(tf.constant(x[rows]), tf.constant(y[rows]))
+    everyone = keras_dist.allgather_object(weights_of(model))
+    optimizer.finish_round()
+    expected = [np.mean(values, axis=0) for values in zip(*everyone, strict=True)]
+    assert_close(weights_of(model), expected, 2e-6)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others broadcast before the first step")
+def test_weights_may_be_broadcast_after_the_first_step():
+    import keras_dist.tensorflow as hvd
+
+    model = make(optimizer := local(SGD(0.1), 3, outer=None))
+    model.set_weights([weight + keras_dist.rank() for weight in model.get_weights()])
+    for number, (x, y) in enumerate(batches_of(keras_dist.rank())):
+        tf_update(model, optimizer, x, y)
+        if number == 0:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+    optimizer.finish_round()
+    assert agreed([w.tobytes() for w in weights_of(model)])
 
 
 def tf_update(model, optimizer, x, y):
@@ -260,11 +283,12 @@ def test_a_stop_on_one_rank_takes_effect_at_the_end_of_the_round():
     keras_dist.verify_replicas(model)
 
 
+@pytest.mark.parametrize("others", [3, 6], ids=["in a round", "after a round"])
 @pytest.mark.parametrize("uneven", ["continue", "stop"])
-def test_ranks_out_of_data_have_the_weights_of_the_others(uneven):
+def test_ranks_out_of_data_have_the_weights_of_the_others(uneven, others):
     model = make(local(SGD(0.1), 2, outer=None))
     x, y = data_of(keras_dist.rank())
-    count = BATCH * (STEPS if keras_dist.rank() == 0 else 3)
+    count = BATCH * (STEPS if keras_dist.rank() == 0 else others)
     callbacks = keras_dist.callbacks(uneven=uneven)
     model.fit(x[:count], y[:count], BATCH, 2, shuffle=False, verbose=0, callbacks=callbacks)
     keras_dist.verify_replicas(model)

@@ -119,6 +119,7 @@ def test_the_places_of_the_largest_elements(size, ratio, kind):
         ("powersgd", PowerSGD()),
         ("PowerSGD(rank=2)", PowerSGD(rank=2)),
         ("topk(ratio=0.5, start_step=3)", TopK(3, 0.5)),
+        ("topk(ratio=0.5)", TopK(0, np.float64(0.5))),
     ],
 )
 def test_compressions_have_names(name, compression):
@@ -129,8 +130,13 @@ def test_compressions_have_names(name, compression):
 
 @pytest.mark.parametrize("name", ["powersgd(", "topk(0.5)", "topk(ratio=)", "powersgd(ratio=1)"])
 def test_names_that_are_none(name):
-    with pytest.raises(errors.ArgumentError, match="Expected compression to be none, fp16"):
+    with pytest.raises(errors.ArgumentError, match=r"(powersgd|topk) with its options by their"):
         parse_gradient_compression(name, "[test]")
+
+
+def test_a_function_is_not_its_result():
+    with pytest.raises(errors.ArgumentTypeError, match=r"Pass keras_dist.Compression.topk\(\)"):
+        parse_gradient_compression(Compression.topk, "[test]")
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def test_results_in_turn_use_the_same_memory():
         assert second is not None
         return len(seen)
 
-    assert min(places() for _ in range(TRIES)) <= 3
+    # Ten where no memory is used again, and one more than three for each that a thread holds.
+    assert min(places() for _ in range(TRIES)) <= 7
 
 
 @pytest.mark.parametrize("limit", [3 * 4096, 0])

@@ -34,6 +34,8 @@ class Parameter:
 class NoBackend:
     """Replaces the backend, which parsing does not need."""
 
+    name = "none"
+
     def pin_device(*args):
         pass
 
@@ -75,6 +77,8 @@ OTHERS = {
     "averages": True,
     "scale_local": False,
     "shard_state": True,
+    "local_steps": keras_dist.LocalSteps(4),
+    "within": keras_dist.ProcessSet([0]),
 }
 
 
@@ -114,6 +118,8 @@ def test_defaults(parsed):
             "averages": False,
             "scale_local": True,
             "shard_state": False,
+            "local_steps": None,
+            "within": None,
         }
 
 
@@ -175,6 +181,8 @@ def test_every_argument_sets_its_field(parsed):
         "averages": True,
         "scale_local": False,
         "shard_state": True,
+        "local_steps": None,
+        "within": None,
     }
     flags = (options.sparse_as_dense, options.averages, options.scale_local, options.passes)
     assert [type(one) for one in flags] == [bool, bool, bool, int]
