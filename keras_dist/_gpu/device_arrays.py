@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -183,12 +184,12 @@ class Half:
         self.free: Event | None = None  # after the copies up
         self.arrays = list(arrays)  # kept while they are copied
 
-    def __del__(self) -> None:
-        # The GPU may still copy from and to the memory, which others get next.
-        try:
-            self.wait()
-        except Exception:  # of work that has failed
-            return  # `contextlib.suppress` is gone when Python ends
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The GPU may still copy from and to the memory, which others get next. When Python ends
+        # nobody does, and what a wait needs may be gone.
+        if not is_ending():
+            with contextlib.suppress(Exception):  # of work that has failed
+                self.wait()
 
     def wait(self) -> None:
         """Waits for the copies into and out of this memory, also of work that was given up."""

@@ -217,4 +217,5 @@ def test_a_rank_that_ends_while_others_wait_is_an_error(tmp_path):
 def test_a_worker_that_cannot_join_says_why(tmp_path):
     with pytest.raises(ray.train.WorkerGroupError) as caught:
         fit(tmp_path, "returns", function=returns_early, env={**TORCH, "PMI_SIZE": "2"})
-    assert re.search("a process that is not a rank yet", str(caught.value.worker_failures[1]))
+    found = map(str, caught.value.worker_failures.values())  # of the first worker that failed
+    assert any(re.search("a process that is not a rank yet", error) for error in found)
