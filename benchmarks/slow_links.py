@@ -14,11 +14,11 @@ import statistics
 from pathlib import Path
 
 from common import answer, conclude, load, options_of, parser, ratio, slug, surroundings, table
-from contenders import LOCAL_STEPS, check_equal, make_clock, make_fit
+from contenders import LOCAL_STEPS, time_fits
 from host_jobs import Unavailable, start_on_hosts
 from models import MODELS
 
-WARM_STEPS, FEW_STEPS = 3, 6
+FEW_STEPS = 6
 # By contender: its title, and whose speed its own is a share of.
 CONTENDERS = {
     "none": ("no communication", "none"),
@@ -29,7 +29,6 @@ CONTENDERS = {
     "post_local": (f"PostLocalSGDOptimizer, {LOCAL_STEPS} steps", "loop"),
 }
 OF_KERAS, OF_TORCH = ["none", "local", "ours"], ["loop", "ddp", "post_local"]
-DIFFER = ("none", "loop", "post_local")  # weights of the ranks, at the end of a fit
 KEPT = {1: 0.9, 2.5: 0.95}  # by Gbit/s: share of no communication that local steps keep at least
 TIMES_DDP = {1: 3.5, 2.5: 2.0}
 
@@ -51,7 +50,8 @@ def main():
                 if (key := key_of(gbit, model, name)) in known:
                     continue
                 rounds = 1 if options.quick else 5
-                task = {"task": model, "rounds": rounds, "contenders": contenders}
+                steps = {contender: steps_of(contender) for contender in contenders}
+                task = {"task": model, "rounds": rounds, "contenders": contenders, "steps": steps}
                 environment = {"KERAS_BACKEND": backend, "KERAS_DIST_THREADS": "1"}
                 try:
                     found = start_on_hosts(__file__, 2, 1, task, gbit, environment)
@@ -79,28 +79,6 @@ def work(path):
     found = time_fits(task)
     if keras_dist.rank() == 0:
         answer(path, found)
-
-
-def time_fits(task):
-    """Returns samples/s of all ranks together, for each contender and round."""
-    from ranks import barrier, total
-    from turns import in_turn
-
-    model = MODELS[task["task"]]
-    steps = {name: steps_of(name) for name in task["contenders"]}
-    fits = {name: make_fit(name, model, WARM_STEPS + count) for name, count in steps.items()}
-
-    def rate(name):
-        barrier()
-        clock = make_clock(WARM_STEPS + steps[name])
-        fits[name](clock)
-        return total(steps[name] * model.batch_size / clock.seconds)
-
-    for name in fits:
-        rate(name)
-    found = in_turn(fits, task["rounds"], rate)
-    check_equal({name: fit.model for name, fit in fits.items() if name not in DIFFER})
-    return found
 
 
 def steps_of(contender):
