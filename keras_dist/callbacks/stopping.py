@@ -235,4 +235,5 @@ class PreemptionCallback(SessionCallback):
                 what,
                 PREEMPTED_EXIT_CODE,
             )
+        self.on_train_end()  # Keras does not call it
         sys.exit(PREEMPTED_EXIT_CODE)

@@ -28,6 +28,7 @@ PREEMPTED_EXIT_CODE = 75  # EX_TEMPFAIL: the state was saved, a restart may resu
 # Hydra passes on no other signal that a program may handle.
 HOSTS_CHANGED = signal.SIGUSR1
 
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # from batch systems and launchers
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as shells report it
 STAGGER_SECONDS = 1.0  # between the MPI_Abort of one rank and that of the next
 MAX_STAGGERED_RANKS = 3  # all further ranks abort at the same time
@@ -113,6 +114,11 @@ def _finalize(pid: int) -> None:
         return
     if comms := _communicators():
         _synchronize(comms)
+        # Launchers such as srun end the other ranks once one has exited with a code other than 0:
+        # that must not change the codes of those.
+        for ending in ENDING_SIGNALS:
+            if signal.getsignal(ending) is signal.SIG_DFL:
+                signal.signal(ending, signal.SIG_IGN)
     _engine.library.stop_mpi()
 
 

@@ -17,9 +17,8 @@ from types import FrameType
 from typing import Any
 
 from keras_dist import _engine
-from keras_dist.runtime.exit_hooks import HOSTS_CHANGED
+from keras_dist.runtime.exit_hooks import ENDING_SIGNALS, HOSTS_CHANGED
 
-HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher and a batch system may both send the same signal.
 ECHO_SECONDS = 2.0
 
@@ -48,7 +47,8 @@ class Signals:
         for earlier in _installed[::-1]:
             if earlier._depth >= self._depth:
                 earlier.close()  # its fit has failed
-        self._ours = {s: signal.SIG_DFL for s in HANDLED if signal.getsignal(s) is signal.SIG_DFL}
+        free = [each for each in ENDING_SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+        self._ours = dict.fromkeys(free, signal.SIG_DFL)
         if hosts and signal.getsignal(HOSTS_CHANGED) is signal.SIG_IGN:
             self._ours[HOSTS_CHANGED] = signal.SIG_IGN
         self._read, self._write = os.pipe()
@@ -114,13 +114,13 @@ _installed: list[Signals] = []
 
 def _mask(how: int) -> None:
     if _installed:
-        signal.pthread_sigmask(how, HANDLED)
+        signal.pthread_sigmask(how, ENDING_SIGNALS)
 
 
 def _restore_in_child() -> None:
     for handled in _installed[::-1]:
         handled.restore()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
 
 # A forked child, such as a data loading worker, would write to the pipe of its parent. Signals are

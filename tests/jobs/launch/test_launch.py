@@ -187,6 +187,19 @@ def test_ranks_with_process_sets_end_well(run_ranks, way):
     assert (job.returncode, job.stdout) == (0, "")
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_after_all_ranks_have_ended_keeps_their_exit_code(name):
+    """As from srun --kill-on-bad-exit, which ends the others when the first rank has exited."""
+    text = f"""
+import atexit, signal, sys
+atexit.register(lambda: signal.raise_signal(signal.{name}))  # runs after those of keras_dist
+runtime.init()
+sys.exit(75)
+"""
+    job = run(script(text))
+    assert job.returncode == 75, job.stdout
+
+
 def test_sets_and_queues_where_mpi_takes_one_thread_at_a_time(run_ranks):
     text = """
 import mpi4py
