@@ -43,6 +43,7 @@ def main():
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--outer", choices=["default", "none"], nargs="+", default=["default"])
     made.add_argument("--small", action="store_true", help="a smaller decoder")
+    made.add_argument("--dtype", default="float32", help="dtype policy of the decoder")
     made.add_argument("--resume", action="store_true", help="run only what an earlier run lacks")
     options = options_of(made, work)
     os.environ |= {"KERAS_BACKEND": options.backend, "OMP_NUM_THREADS": "1"}
@@ -58,6 +59,7 @@ def main():
                     if key in known:
                         continue
                     task = {"task": name, "steps": steps, "outer": outer, "seed": seed}
+                    task["dtype"] = options.dtype if name == "text" else "float32"
                     known[key] = start(__file__, ranks, {**task, "parts": parts, "size": size})
                     kept.write_text(json.dumps(known))
                     print(key, f"{known[key][-1]:.4f}", flush=True)
@@ -91,6 +93,7 @@ def work(path):
         import torch
 
         torch.set_num_threads(1)
+    keras.config.set_dtype_policy(task["dtype"])
     keras.utils.set_random_seed(task["seed"])
     train, held_back = DATA[task["task"]](task["parts"], task["seed"])
     model = decoder(*task["size"]) if task["task"] == "text" else convolutional()
@@ -198,7 +201,10 @@ DATA = {"text": text, "images": images}
 def report(options, before, known):
     out = ["# Validation loss with local steps", surroundings(before)]
     parts = len(next(iter(known.values())))
-    out.append(f"Means of {options.seeds} seeds after {parts * STEPS} steps, {options.backend}.\n")
+    out.append(
+        f"Means of {options.seeds} seeds after {parts * STEPS} steps, {options.backend}, "
+        f"{options.dtype}.\n"
+    )
     rows, body = [], []
     for name in options.tasks:
         for ranks in options.ranks:
