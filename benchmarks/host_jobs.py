@@ -1,5 +1,6 @@
 """Jobs of benchmarks on test hosts: network namespaces of this machine, see scripts/hosts."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,12 +9,13 @@ import tempfile
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from long_links import LongLinks
 from namespaces import INTERFACE, Unavailable, make_hosts, mpiexec_command
 
 __all__ = ["Unavailable", "start_on_hosts"]
 
 
-def start_on_hosts(script, count, ranks, task, gbit=0, environment=None):
+def start_on_hosts(script, count, ranks, task, gbit=0, environment=None, delay=0):
     """Runs a script's worker on test hosts, and returns what its rank 0 found.
 
     Args:
@@ -24,13 +26,19 @@ def start_on_hosts(script, count, ranks, task, gbit=0, environment=None):
             "first" host.
         gbit: Gbit/s that each host sends at most. Defaults to 0: as many as it can.
         environment: further variables of the job.
+        delay: seconds that a packet takes from host to host. Needs `gbit`. Defaults to 0.
 
     Raises:
         Unavailable: hosts cannot be made on this machine.
     """
-    with make_hosts(count) as (hosts, reach), tempfile.TemporaryDirectory() as folder:
-        for host in hosts if gbit else ():
+    links = LongLinks(gbit, delay) if delay else None
+    with contextlib.ExitStack() as stack:
+        hosts, reach = stack.enter_context(make_hosts(count, links and links.connect))
+        if links is not None:
+            stack.enter_context(links.carried())
+        for host in hosts if gbit and not delay else ():
             host.limit(gbit)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         path = Path(folder) / "task.json"
         path.write_text(json.dumps({**task, "first": hosts[0].address}))
         command, settings = mpiexec_command(Path(sys.executable), hosts, reach, ranks)

@@ -38,9 +38,10 @@ def main():
     made.add_argument("--backends", nargs="+", default=["tensorflow", "jax", "torch"])
     made.add_argument("--models", nargs="+", choices=list(MODELS), default=["wide", "transformer"])
     made.add_argument("--gbit", type=float, nargs="+", default=[1, 2.5], help="of each link")
+    made.add_argument("--delay-ms", type=float, default=0, help="of a packet, in each direction")
     made.add_argument("--resume", action="store_true", help="measure only what is not known yet")
     options = options_of(made, work)
-    before, kept = load(), options.output / f"{slug('slow_links')}.json"
+    before, kept = load(), options.output / f"{name_of(options)}.json"
     known = json.loads(kept.read_text()) if options.resume and kept.exists() else {}
     for gbit in options.gbit:
         for model in options.models:
@@ -54,7 +55,8 @@ def main():
                 task = {"task": model, "rounds": rounds, "contenders": contenders, "steps": steps}
                 environment = {"KERAS_BACKEND": backend, "KERAS_DIST_THREADS": "1"}
                 try:
-                    found = start_on_hosts(__file__, 2, 1, task, gbit, environment)
+                    delay = options.delay_ms / 1e3
+                    found = start_on_hosts(__file__, 2, 1, task, gbit, environment, delay)
                 except Unavailable as error:
                     made.error(f"no test hosts: {error}")
                 known[key] = found
@@ -62,6 +64,10 @@ def main():
                 rates = (f"{name} {statistics.median(r):.0f}" for name, r in found.items())
                 print(key, *rates, flush=True)
     report(options, before, known)
+
+
+def name_of(options):
+    return slug("slow_links" + (f"_{options.delay_ms:g}_ms" if options.delay_ms else ""))
 
 
 def key_of(gbit, model, name):
@@ -95,12 +101,13 @@ def report(options, before, known):
     for gbit in options.gbit:
         for model in options.models:
             heading = f"{MODELS[model].title}, links of {gbit:g} Gbit/s"
+            heading += f", {options.delay_ms:g} ms each way" if options.delay_ms else ""
             found = {name: known[key_of(gbit, model, name)] for name in [*options.backends, "ddp"]}
             text.append(f"\n## {heading}\n")
             ours = {name: found[name] for name in options.backends}
             text += [tabulated(ours, OF_KERAS), "", tabulated({"torch": found["ddp"]}, OF_TORCH)]
             rows += judge(heading, found, gbit)
-    conclude(options.output, slug("slow_links"), text, rows)
+    conclude(options.output, name_of(options), text, rows)
 
 
 def tabulated(found, contenders):

@@ -104,8 +104,12 @@ class Host:
 
 
 @contextlib.contextmanager
-def make_hosts(count):
+def make_hosts(count, connect=None):
     """Makes hosts, and removes them and their processes at the end.
+
+    Args:
+        count: how many.
+        connect: gives a host its interface. Defaults to `None`: a port of a bridge.
 
     Yields:
         The hosts, and the program that takes the place of ssh.
@@ -129,7 +133,7 @@ def make_hosts(count):
         bridge.run(*"ip link set bridge up".split())
         hosts = [stack.enter_context(_held(name, address, names)) for name, address in known]
         for number, host in enumerate(hosts):
-            _connect(host, bridge, f"port{number}")
+            (connect or _connect)(host, bridge, f"port{number}")
         for host in hosts:
             _wait_for_link(host)
         yield hosts, _write_reach(folder / "reach", hosts)
@@ -182,7 +186,8 @@ def _connect(host, bridge, port):
 def _wait_for_link(host):
     """Waits until the kernel reports the link as up."""
     end = time.monotonic() + READY_SECONDS
-    while host.run("cat", f"/sys/class/net/{INTERFACE}/operstate").strip() != "up":
+    state = f"/sys/class/net/{INTERFACE}/operstate"
+    while host.run("cat", state).strip() not in ("up", "unknown"):  # not all devices report it
         if time.monotonic() > end:
             raise Unavailable(f"the link of {host.name} does not come up")
         time.sleep(0.05)
