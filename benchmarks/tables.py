@@ -145,16 +145,20 @@ TABLES = {
             "keras_dist/monitor/collector.py",
             "keras_dist/runtime/startup.py",
         ),
+        page="docs/scale.md",
     ),
     "scale": Table(
         "scale.py",
         "scale",
         (
             "keras_dist/_engine/sideband.py",
+            "keras_dist/_engine/collectives/cross_node.py",
             *(f"keras_dist/_engine/mpi/{name}.py" for name in ("peers", "reduction", "topology")),
             "benchmarks/network.py",
+            "benchmarks/plans.py",
             "benchmarks/services.py",
         ),
+        page="docs/scale.md",
         figure="docs/images/scale.svg",
     ),
 }

@@ -12,27 +12,35 @@ import thread_ranks
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.compression import Compression, wire_for
-from keras_dist._engine.mpi.peers import Peers
-from keras_dist._engine.mpi.reduction import HALF, Combination, reduce_through_mpi
+from keras_dist._engine.mpi import peers, reduction
+from keras_dist._engine.mpi.peers import Payload, Peers
+from keras_dist._engine.mpi.reduction import Combination, reduce_through_mpi
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-MODULES = [
-    "mpi/peers",
-    "mpi/reduction",
-    "mpi/topology",
-    "sideband",
-]
+MODULES = ["collectives/cross_node", "mpi/peers", "mpi/reduction", "mpi/topology", "sideband"]
 
 
 @pytest.fixture
-def scale(monkeypatch):
-    """The benchmark as a module; the modules beside it have common names, and are removed."""
+def benchmarks(monkeypatch):
+    """The folder of the benchmark; its modules have common names, and are removed."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(FOLDER)
-    yield importlib.import_module("scale")
+    yield
     ours = {path.stem for path in FOLDER.glob("*.py")}
     for name in ours & (set(sys.modules) - before):
         del sys.modules[name]
+
+
+@pytest.fixture
+def scale(benchmarks):
+    """What simulates the plans."""
+    return importlib.import_module("scale")
+
+
+@pytest.fixture
+def plans(benchmarks):
+    """What makes the plans."""
+    return importlib.import_module("plans")
 
 
 @pytest.fixture
@@ -49,30 +57,30 @@ def messages(monkeypatch):
     return sent
 
 
-def steps_of(scale, case):
-    return scale.recorded(case, range(case.nodes))
-
-
-@pytest.mark.parametrize("nbytes", [4_800_000, 4_800_064, 40_000_000])
+@pytest.mark.parametrize("nbytes", [4096, 262_144, 4_800_000, 4_800_064, 40_000_000])
 @pytest.mark.parametrize("nodes", [2, 3, 5, 8, 12])
-def test_nodes_that_reduce_send_what_is_simulated(scale, messages, nodes, nbytes):
-    case = scale.Case("star", 25, nodes, nbytes)
+def test_nodes_that_reduce_send_what_is_simulated(plans, messages, nodes, nbytes):
+    case = plans.Case("star", 25, nodes, nbytes)
     sums = Combination(ReduceOp.SUM, 1, [[node] for node in range(nodes)])
-    wire, size = wire_for(Compression.none, scale.DTYPE, ""), nbytes // 8 // 4
-    rows = [np.full(size, node, "f4") for node in range(nodes)]
+    wire, exchanged = wire_for(Compression.none, plans.DTYPE, ""), plans.exchanged(case)
+    rows = [np.full(exchanged.nbytes // 4, node, "f4") for node in range(nodes)]
 
     def reduce(world):
-        row = rows[world.rank]
-        reduce_through_mpi(world, row, row, sums, wire, scale.links_of(case))
+        row, compared = rows[world.rank], Peers(world)
+        if not exchanged.travels:
+            return reduce_through_mpi(world, row, row, sums, wire, plans.links_of(case))
+        legs = compared.legs(row.size, row.dtype)
+        payload = Payload(legs, ReduceOp.SUM, 1, lambda _: row.copy(), row)
+        return any(compared.compare(bytes(16), True, payload))
 
     thread_ranks.Network(nodes).run(reduce)
     assert (rows[0] == sum(range(nodes))).all()
     recorded = {}
-    for node, steps in enumerate(steps_of(scale, case)):
+    for node, steps in enumerate(plans.recorded(case, range(nodes))):
         for peer, tag, size in itertools.chain(*(sends for sends, _ in steps)):
             recorded.setdefault((node, peer, tag), []).append(size)
     assert recorded == messages
-    simulated = [m for phase in scale.plan_of(case) for group in phase for m in group]
+    simulated = [m for phase in plans.plan_of(case) for group in phase for m in group]
     assert sorted(simulated) == sorted(
         (sender, receiver, 8 * nbytes)  # the ranks of a node
         for (sender, receiver, _), sizes in messages.items()
@@ -80,12 +88,23 @@ def test_nodes_that_reduce_send_what_is_simulated(scale, messages, nodes, nbytes
     )
 
 
+@pytest.mark.parametrize("nodes", [2, 8, 12])
+def test_in_a_ring_and_by_halves_all_bytes_travel(plans, nodes):
+    nbytes = 12 * 2**20
+    [[ring]] = plans.plan_of(plans.Case("star", 25, nodes, nbytes, plans.RING))
+    assert ring == [(node, (node + 1) % nodes, nbytes // nodes) for node in range(nodes)]
+    phases = plans.plan_of(plans.Case("star", 25, nodes, nbytes, plans.MPICH))
+    sent = sum(m[2] for phase in phases for group in phase for m in group)
+    whole = 1 << nodes.bit_length() - 1  # the others send all, and receive all
+    assert sent == 2 * (whole - 1 + nodes - whole) * nbytes
+
+
 @pytest.mark.parametrize("nodes", [2, 3, 5, 8, 12])
-def test_nodes_that_compare_digests_send_what_is_simulated(scale, messages, nodes):
+def test_nodes_that_compare_digests_send_what_is_simulated(plans, messages, nodes):
     network = thread_ranks.Network(nodes)
     answers = network.run(lambda world: any(Peers(world).compare(bytes(16), True)))
     assert len(answers) == nodes
-    plan = scale.plan_of(scale.Case("star", 25, nodes, 0))
+    plan = plans.plan_of(plans.Case("star", 25, nodes, 0))
     simulated = [message for phase in plan for group in phase for message in group]
     assert sorted(simulated) == sorted(
         (sender, receiver, nbytes)
@@ -94,25 +113,25 @@ def test_nodes_that_compare_digests_send_what_is_simulated(scale, messages, node
     )
 
 
-def test_a_message_travels_once_both_nodes_have_come_to_it(scale):
+def test_a_message_travels_once_both_nodes_have_come_to_it(plans):
     # Node 2 waits for node 1, which exchanges with node 0 first.
     first = [([(1, 0, 10)], [(1, 0)])]
     second = [([(0, 0, 10)], [(0, 0)]), ([(2, 0, 30)], [(2, 0)])]
     third = [([(1, 0, 30), (1, 1, 5)], [(1, 0)])]
     second[1][1].append((2, 1))
-    assert scale.in_phases([first, second, third]) == [
+    assert plans.in_phases([first, second, third]) == [
         [[(0, 1, 10), (1, 0, 10)]],
         [[(1, 2, 30), (2, 1, 30)], [(2, 1, 5)]],
     ]
 
 
-def test_plans_that_do_not_match_are_refused(scale):
+def test_plans_that_do_not_match_are_refused(plans):
     with pytest.raises(SystemExit, match="a node would wait for ever"):
-        scale.in_phases([[([(1, 0, 10)], [])], [([], [(0, 1)])]])
+        plans.in_phases([[([(1, 0, 10)], [])], [([], [(0, 1)])]])
 
 
-def test_pieces_are_sent_one_after_the_other_and_two_are_under_way(scale):
-    plan = scale.plan_of(scale.Case("star", 25, 8, 1_000_000_000))
+def test_pieces_are_sent_one_after_the_other_and_two_are_under_way(plans):
+    plan = plans.plan_of(plans.Case("star", 25, 8, 1_000_000_000))
     # A phase has the results of a piece, and the contributions to the one after the next.
     assert [len(phase) for phase in plan] == [14] * (len(plan) - 2) + [7, 7]
     assert all(sorted(m[0] for m in group) == [*range(8)] for phase in plan for group in phase)
@@ -121,31 +140,32 @@ def test_pieces_are_sent_one_after_the_other_and_two_are_under_way(scale):
 NODES, GBITS, SIZES = [2, 8, 12, 64, 1024], [25, 100], [4_800_000, 40_000_000, 1_000_000_000]
 
 
-def test_cells_are_marked_where_the_engine_halves(scale):
+def test_cells_are_marked_where_the_engine_halves(scale, plans):
     swapped = set()
     for nodes, gbit, nbytes in itertools.product(NODES, GBITS, SIZES):
-        case = scale.Case("star", gbit, nodes, nbytes)
-        tags = {tag for sends, _ in scale.recorded(case, [0])[0] for _, tag, _ in sends}
-        marked = scale.cell({case: 1.0}, case).endswith(" h")
-        assert marked == (tags == {HALF}), case
-        swapped.add((marked, scale.uses_halving(case._replace(gbit=nodes, nodes=gbit))))
+        case = plans.Case("star", gbit, nodes, nbytes)
+        tags = {tag for sends, _ in plans.recorded(case, [0])[0] for _, tag, _ in sends}
+        found = {case._replace(plan=plan): 1.0 for plan in plans.PLANS}
+        marked = scale.cell(found, case).endswith(" h")
+        assert marked == bool(tags & {peers.HALF, reduction.HALF}), case
+        swapped.add((marked, plans.way(case._replace(gbit=nodes, nodes=gbit)) == "halves"))
     # The number of nodes in the place of Gbit/s would be noticed.
     assert swapped & {(True, False), (False, True)}
 
 
-def test_a_cell_without_simulation_has_the_formula_in_brackets(scale):
-    case = scale.Case("star", 25, 1024, 1_000_000_000)
+def test_a_cell_without_simulation_has_the_formula_in_brackets(scale, plans):
+    case = plans.Case("star", 25, 1024, 1_000_000_000)
     assert scale.simulated(None, case) is None
-    assert scale.cell({case: None}, case) == f"({scale.formula(case) * 1e3:.2f})"
-    assert "/" in scale.cell({case: 1.0}, case)
-    assert scale.cell({case: 0.0}, case) == "0"
+    found = {case: None, case._replace(plan=plans.RING): 1.5e-3, case._replace(plan="MPICH"): 2e-5}
+    assert scale.cell(found, case) == f"({scale.formula(case) * 1e3:.0f}) / 1.50 / 0.02 p"
+    assert scale.cell(found, case._replace(nodes=1)) == "0"
 
 
 def test_the_table_is_as_old_as_the_plan(scale):
     tables = importlib.import_module("tables")
     measures = tables.TABLES["scale"].measures
     assert {f"keras_dist/_engine/{name}.py" for name in MODULES} <= set(measures)
-    assert {f"benchmarks/{name}.py" for name in ("network", "services")} <= set(measures)
+    assert {f"benchmarks/{name}.py" for name in ("network", "plans", "services")} <= set(measures)
 
 
 def test_the_figure_goes_to_the_page_with_the_table(scale, tmp_path):
@@ -164,22 +184,22 @@ def test_the_figure_goes_to_the_page_with_the_table(scale, tmp_path):
     tables.copy_figure(tables.Table("fit.py", "fit", ()), results, root)  # has none
 
 
-def test_a_figure_may_have_lines_alone(scale, tmp_path):
+def test_a_figure_may_have_lines_alone(scale, plans, tmp_path):
     pyplot = scale.plotter() or pytest.skip("matplotlib is not installed")
-    nbytes = 1_000_000_000
-    found = {scale.Case(net, g, 1024, nbytes): None for net in scale.NETWORKS for g in GBITS}
+    cases = [plans.Case("star", gbit, 1024, 2**30) for gbit in scale.GBITS]
+    found = {case._replace(plan=plan): None for case in cases for plan in plans.PLANS}
     drawn = []
     for _ in range(2):
-        scale.draw(pyplot, found, [1, 1024], [nbytes], {nbytes: "1 GB"}, tmp_path)
+        scale.draw(pyplot, found, [1, 1024], [2**30], {2**30: "1 GiB"}, tmp_path)
         drawn.append((tmp_path / "scale.svg").read_text())
-    assert "1 GB, fat tree" in drawn[0] and drawn[0] == drawn[1]
+    assert "1 GiB, ring" in drawn[0] and drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(("gbit", "slow"), [(1, True), (25, False), (100, False)])
-def test_links_are_as_slow_as_the_network(scale, gbit, slow):
-    assert scale.links_of(scale.Case("star", gbit, 8, 40_000_000)).are_slow == slow
+def test_links_are_as_slow_as_the_network(plans, gbit, slow):
+    assert plans.links_of(plans.Case("star", gbit, 8, 40_000_000)).are_slow == slow
 
 
-def test_a_fast_network_gets_large_pieces(scale):
+def test_a_fast_network_gets_large_pieces(plans):
     # Segments of 62.5 MB travel in pieces of at most 8 MiB, to one other node, and results back.
-    assert scale.of_first_node(scale.Case("star", 25, 2, 1_000_000_000))[0] == 2 * 8
+    assert plans.of_first_node(plans.Case("star", 25, 2, 1_000_000_000))[0] == 2 * 8
