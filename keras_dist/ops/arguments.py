@@ -94,11 +94,7 @@ def resolve_op(op: ReduceOp | str | None, average: bool | None) -> ReduceOp | st
             "Omit average.",
         )
     chosen = Average if average else Sum
-    warnings.warn(
-        f"average={average} is deprecated: pass op=hvd.{chosen.value.capitalize()}.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    _warn_deprecated(f"average={average}", f"op=hvd.{chosen.value.capitalize()}")
     return chosen
 
 
@@ -106,5 +102,11 @@ def resolve_groups(groups: Any, num_groups: int) -> Any:
     """Returns `groups`, or the deprecated `num_groups` if only that is given."""
     if not num_groups:
         return groups
-    warnings.warn("num_groups is deprecated: pass groups.", DeprecationWarning, stacklevel=3)
+    _warn_deprecated("num_groups", "groups")
     return num_groups if groups is None else groups
+
+
+def _warn_deprecated(old: str, new: str, until: str = "2.0") -> None:
+    """Warns the caller of a public function that an argument leaves with a version."""
+    text = f"{old} is deprecated and will be removed in keras_dist {until}: pass {new}."
+    warnings.warn(text, DeprecationWarning, stacklevel=4)

@@ -53,7 +53,7 @@ def allreduce(
             its name or a `Compressor`. Values and result are rounded to it. Not
             applied to `Adasum`, nor up to 32 KiB. Defaults to `KERAS_DIST_COMPRESSION`, which
             defaults to `none`.
-        average: deprecated: `True` is `op=Average`, `False` is `op=Sum`.
+        average: deprecated, until 2.0: `True` is `op=Average`, `False` is `op=Sum`.
         out: array of the shape and dtype of `value` that receives the result; may be `value`.
             Ranks may differ in it. Defaults to a new array.
 

@@ -59,7 +59,7 @@ def DistributedGradientTape(
         op: `Average`, `Sum` or `Adasum`, or its name. Defaults to `Average`.
         gradient_predivide_factor: divisor of the gradients before the sum over ranks; the average
             is the same. Defaults to 1.0.
-        num_groups: deprecated: `groups` as a number.
+        num_groups: deprecated, until 2.0: `groups` as a number.
         groups: gradients that are reduced together: a number of groups, or lists of sources.
         process_set: the ranks to average over; other ranks keep their own gradients. Defaults to
             all ranks.

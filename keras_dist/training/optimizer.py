@@ -90,7 +90,7 @@ def DistributedOptimizer(
             result. Defaults to `None`: by size, see `KERAS_DIST_BUCKET_NBYTES`.
         scale_local_gradients: whether gradients of local variables are divided by the number
             of ranks, like averaged gradients. Defaults to `True`.
-        num_groups: deprecated; pass `groups` instead.
+        num_groups: deprecated, until 2.0: pass `groups` instead.
         device_dense: accepted for compatibility with Horovod; has no effect, since gradients pass
             through the host.
         device_sparse: as `device_dense`.

@@ -82,7 +82,7 @@ def test_groups_of_parameters_and_deprecated_num_groups():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, groups=layers)
     assert same_on_all(train(model, optimizer, own_rows))
-    with pytest.warns(DeprecationWarning, match="groups"):
+    with pytest.warns(DeprecationWarning, match=r"removed in keras_dist 2\.0: pass groups"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), num_groups=2)
     for wrong in (0, "two", [model]):
         with pytest.raises((ValueError, TypeError), match="groups"):

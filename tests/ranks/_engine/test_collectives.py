@@ -15,7 +15,7 @@ pytestmark = pytest.mark.jobs("engine", "tensorflow-1", "nodes-2+1", "openmpi-2"
 
 
 def test_the_arguments_of_old_scripts():
-    with pytest.warns(DeprecationWarning, match=r"pass op=hvd\.Sum"):
+    with pytest.warns(DeprecationWarning, match=r"removed in keras_dist 2\.0: pass op=hvd\.Sum"):
         assert keras_dist.allreduce(1, average=False) == keras_dist.size()
     with pytest.raises(errors.ArgumentError, match="either op or average"):
         keras_dist.allreduce(1, "sum", average=True)
