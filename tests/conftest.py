@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -84,6 +85,12 @@ def python_of_library(request):
     """The Python of an environment with each MPI library."""
     mpich = request.param == "mpich"
     return Path(sys.executable) if mpich else request.getfixturevalue("open_mpi")
+
+
+@pytest.fixture
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return made.getsockname()[1]
 
 
 @pytest.fixture

@@ -48,6 +48,8 @@ def test_installed_version_is_the_source_version():
 def test_what_is_cited_is_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == __version__
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{__version__}] - {citation['date-released']}\n" in changes
     required = {"authors", "cff-version", "message", "title"}
     assert required <= set(citation)
 

@@ -53,12 +53,6 @@ def a_job():
     return Job("train.py", "node", 7, 0.0, 1.0, [])
 
 
-@pytest.fixture
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return made.getsockname()[1]
-
-
 @contextlib.contextmanager
 def crowd(port, number):
     """Connects silent clients; yields them once each is accepted or rejected, with the threads."""
@@ -133,6 +127,15 @@ def test_prometheus_brings_a_token_in_a_header_or_a_parameter(endpoint):
         status, _, body = get(url, **headers)
         assert status == 200 and 'keras_dist_ranks{job_name="train.py"}' in body
     assert get(f"{endpoint}/other?token={quoted}")[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_requests_only_read(endpoint, method):
+    asked = urllib.request.Request(
+        f"{endpoint}/job", method=method, headers={"Authorization": f"Bearer {TOKEN}"}
+    )
+    with pytest.raises(urllib.error.HTTPError, match="501"):
+        urllib.request.urlopen(asked, timeout=20)
 
 
 def test_one_port_has_the_page_the_job_and_its_figures(endpoint):
