@@ -22,7 +22,19 @@ OURS = re.compile(r"(\./)?(scripts|examples|benchmarks|tests)/")
 LAUNCHERS = {"mpiexec", "mpirun", "srun"}
 OPTIONS = {"-n": 1, "-np": 1, "--ppn": 1, "--map-by": 1, "--with-ft": 1, "--mpi=pmix": 0}
 # Commands of the shell and of clusters.
-OTHERS = {"[", "cd", "curl", "module", "scontrol", "scp", "ssh", "trap", "wait"}
+OTHERS = {
+    "[",
+    "cd",
+    "curl",
+    "module",
+    "scontrol",
+    "scp",
+    "sha256sum",
+    "ssh",
+    "ssh-keygen",
+    "trap",
+    "wait",
+}
 
 
 def commands():
