@@ -77,6 +77,7 @@ def test_wheel_holds_the_package_and_nothing_else(distributions):
     }
     assert {name for name in names if ".dist-info/" not in name} == sources | {
         "keras_dist/py.typed",
+        "keras_dist/launch/cli/timeline.html",
         "keras_dist/monitor/page.html",
     }
     assert any(name.endswith("licenses/LICENSE") for name in names)

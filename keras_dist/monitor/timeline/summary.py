@@ -16,6 +16,7 @@ from keras_dist.monitor.timeline.trace import (
     EPOCH,
     KEY,
     PENDING,
+    STEP,
     WAIT,
     complete,
     damaged,
@@ -23,7 +24,13 @@ from keras_dist.monitor.timeline.trace import (
 )
 
 THE_END = "the end of the script"  # waiting at the end has no cost
-KINDS = ("compute", "wait", "transfer", "queued", "other")
+KINDS = {
+    "compute": "steps without communication",
+    "wait": "for other ranks",
+    "transfer": "the rest of the operations",
+    "queued": "for queued operations and the GPU",
+    "other": "outside steps: data, callbacks, evaluation",
+}
 
 
 @dataclasses.dataclass
@@ -74,6 +81,7 @@ class Summary:
     """The summary of a trace."""
 
     ranks: dict[int, Shares]
+    steps: dict[int, Shares]  # a typical step of each rank; empty for custom loops
     epochs: list[tuple[int, Shares]]
     operations: list[Operation]
     last: dict[int, int]
@@ -121,7 +129,8 @@ def _summarise(trace: Mapping[str, Any]) -> Summary:
     bars = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
     about = trace["otherData"][KEY]["ranks"]
     ranks = {metadata["rank"]: Shares() for metadata in about}
-    epochs = {rank: _Epochs(bars, rank) for rank in ranks}
+    epochs = {rank: _Periods(bars, rank, EPOCH) for rank in ranks}
+    steps = {rank: _Periods(bars, rank, STEP) for rank in ranks}
     operations: dict[str, Operation] = {}
     last: collections.Counter[int] = collections.Counter()
     waited_for: dict[int, float] = collections.defaultdict(float)
@@ -144,7 +153,7 @@ def _summarise(trace: Mapping[str, Any]) -> Summary:
             else:
                 waited_for[slow] += bar["args"]["late_us"] / 1e6
         is_behind = lanes[rank, bar["tid"]].endswith(BEHIND)
-        for shares in (ranks[rank], epochs[rank].at(bar["ts"])):
+        for shares in (ranks[rank], epochs[rank].at(bar["ts"]), steps[rank].at(bar["ts"])):
             _add(shares, bar, bar is operation, is_behind)
     for rank, shares in ranks.items():
         mine = [bar for bar in bars if bar["pid"] == rank and bar["name"] != THE_END]
@@ -152,7 +161,8 @@ def _summarise(trace: Mapping[str, Any]) -> Summary:
             shares.total = (max(b["ts"] + b["dur"] for b in mine) - mine[0]["ts"]) / 1e6
     by_cost = sorted(operations.values(), key=lambda item: item.seconds, reverse=True)
     means = _mean_epochs(list(epochs.values()))
-    return Summary(ranks, means, by_cost, dict(last), dict(waited_for), about)
+    typical = {rank: _typical(found.shares) for rank, found in steps.items() if found.shares}
+    return Summary(ranks, typical, means, by_cost, dict(last), dict(waited_for), about)
 
 
 def _with_operation(
@@ -187,36 +197,39 @@ def _add(shares: Shares | None, bar: Mapping[str, Any], is_operation: bool, behi
         shares.queued += seconds
 
 
-class _Epochs:
-    """The epochs of one rank, in order."""
+class _Periods:
+    """The epochs or the steps of one rank, in order."""
 
-    def __init__(self, bars: Iterable[Mapping[str, Any]], rank: int):
-        mine = [bar for bar in bars if bar["pid"] == rank and bar["name"] == EPOCH]
+    def __init__(self, bars: Iterable[Mapping[str, Any]], rank: int, name: str):
+        mine = [bar for bar in bars if bar["pid"] == rank and bar["name"] == name]
         self._begins = [bar["ts"] for bar in mine]
         self._ends = [bar["ts"] + bar["dur"] for bar in mine]
         self.numbers = [bar["args"]["number"] + 1 for bar in mine]
         self.shares = [Shares(total=bar["dur"] / 1e6) for bar in mine]
 
     def at(self, time: float) -> Shares | None:
-        """Returns the shares of the epoch at a time."""
+        """Returns the shares of the period at a time."""
         index = bisect.bisect_right(self._begins, time) - 1
         return self.shares[index] if index >= 0 and time < self._ends[index] else None
 
 
-def _mean_epochs(every: list[_Epochs]) -> list[tuple[int, Shares]]:
+def _mean_epochs(every: list[_Periods]) -> list[tuple[int, Shares]]:
     if not every:
         return []
-    fields = [field.name for field in dataclasses.fields(Shares)]
     count = min(len(item.numbers) for item in every)
     return [
-        (
-            every[0].numbers[index],
-            Shares(
-                **{
-                    name: sum(getattr(item.shares[index], name) for item in every) / len(every)
-                    for name in fields
-                }
-            ),
-        )
+        (every[0].numbers[index], _mean([item.shares[index] for item in every]))
         for index in range(count)
     ]
+
+
+def _typical(steps: list[Shares]) -> Shares:
+    """Returns the mean of the middle half by duration: some steps compile, save or validate."""
+    steps = sorted(steps, key=lambda shares: shares.total)
+    aside = len(steps) // 4
+    return _mean(steps[aside : len(steps) - aside])
+
+
+def _mean(every: list[Shares]) -> Shares:
+    names = [field.name for field in dataclasses.fields(Shares)]
+    return Shares(**{name: sum(getattr(one, name) for one in every) / len(every) for name in names})

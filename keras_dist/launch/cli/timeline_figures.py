@@ -1,0 +1,119 @@
+"""The page and the figure of `keras-dist timeline`."""
+
+import html
+import string
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keras_dist.launch.cli.timeline_contents import (
+    UNITS,
+    Operations,
+    Periods,
+    notes,
+    operations,
+    periods,
+)
+from keras_dist.monitor.timeline.summary import KINDS, Summary
+
+PAGE = Path(__file__).with_name("timeline.html")
+# Distinct to the colour-blind, and on a light and a dark page.
+COLOURS = {
+    "compute": "#3b7dd8",
+    "wait": "#d07a00",
+    "transfer": "#8f63c8",
+    "queued": "#c44f86",
+    "other": "#8a929e",
+}
+
+
+def save_html(summaries: Iterable[tuple[str, Summary]], path: str) -> None:
+    """Writes figures and tables as a page without scripts and external resources."""
+    names = ", ".join(name for name, _ in summaries)
+    page = string.Template(PAGE.read_text()).substitute(
+        title=html.escape(f"Timeline of {names}"),
+        colours=" ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items()),
+        legend="".join(f"<li>{_swatch(kind)} <b>{kind}</b> {text}" for kind, text in KINDS.items()),
+        jobs="\n".join(_job(name, summary) for name, summary in summaries),
+    )
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def _job(name: str, summary: Summary) -> str:
+    title = html.escape(f"{name}: {len(summary.ranks)} ranks")
+    remarks = "".join(f"<li>{html.escape(note)}" for note in notes(summary))
+    tables = [_shares(found) for found in periods(summary)]
+    if summary.operations:
+        tables.append(_operations(operations(summary)))
+    return f"<h1>{title}</h1>\n<ul>{remarks}</ul>\n" + "\n".join(tables)
+
+
+def _shares(found: Periods) -> str:
+    longest = max(shares.total for _, shares in found.rows) or 1.0
+    body = []
+    for name, shares in found.rows:
+        bars = "".join(
+            f'<i style="width:{100 * getattr(shares, kind) / longest:.2f}%;--c:var(--{kind})"></i>'
+            for kind in KINDS
+        )
+        body.append(f"<tbody>{_row([name, *found.cells(shares)])}")
+        # Screen readers have the row above.
+        body.append(f'<tr aria-hidden="true"><td colspan="{2 + len(KINDS)}"><div>{bars}</div>')
+    return _table(found.caption, [found.of, found.unit, *KINDS], body)
+
+
+def _operations(found: Operations) -> str:
+    caption = ", ".join(filter(None, [f"Operations: {found.caption}", found.left_out]))
+    return _table(caption, found.head, ["<tbody>", *map(_row, found.rows)], kind="wide")
+
+
+def _table(caption: str, head: Sequence[str], body: Iterable[str], kind: str = "") -> str:
+    caption = html.escape(caption)
+    heads = "".join(f'<th scope="col">{html.escape(text)}' for text in head)
+    # The keyboard scrolls what is wider than the screen.
+    return (
+        f'<div class="card {kind}" role="region" tabindex="0" aria-label="{caption}">'
+        f"<table><caption>{caption}</caption><thead><tr>{heads}"
+        + "\n".join(body)
+        + "</table></div>"
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    name, *others = map(html.escape, cells)
+    return f'<tr><th scope="row">{name}' + "".join(f"<td>{cell}" for cell in others)
+
+
+def _swatch(kind: str) -> str:
+    return f'<i style="--c:var(--{kind})"></i>'
+
+
+def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:
+    """Draws the time of steps, of ranks and of epochs."""
+    from matplotlib.figure import Figure
+
+    every = [(name, periods(summary)) for name, summary in summaries]
+    columns = max(len(found) for _, found in every)
+    figure = Figure(figsize=(4.5 * columns, 3 * len(every)), layout="constrained")
+    axes = figure.subplots(len(every), columns, squeeze=False)
+    for row, (name, panels) in zip(axes, every, strict=True):
+        for axis, found in zip(row, panels, strict=False):
+            _draw(axis, found)
+            axis.set_title(f"{name}, {found.of}", fontsize=10)
+        for axis in row[len(panels) :]:
+            axis.set_axis_off()
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), ncols=len(KINDS), loc="outside lower center"
+    )
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _draw(axis: Any, found: Periods) -> None:
+    names = [name for name, _ in found.rows]
+    left = [0.0] * len(names)
+    for kind in KINDS:
+        times = [getattr(shares, kind) * UNITS[found.unit] for _, shares in found.rows]
+        axis.barh(names, times, left=left, color=COLOURS[kind], label=kind)
+        left = [low + more for low, more in zip(left, times, strict=True)]
+    axis.invert_yaxis()
+    axis.set_xlabel(found.unit)
