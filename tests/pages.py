@@ -11,8 +11,9 @@ a page assumes are in comments that readers do not see:
 learning_rate = 0.1
 -->
 
-Of a table of old and new lines the new ones run. A block that calls `keras_dist.run` runs in a
-process that is not a rank. A block with a line `...` is incomplete and is only compiled.
+Of a table of old and new lines the new ones run, and of a diff what it leads to. A block that calls
+`keras_dist.run` runs in a process that is not a rank. A block with a line `...` is incomplete and
+only compiled.
 """
 
 import ast
@@ -109,6 +110,13 @@ def new_lines(text):
                 yield first + number, span
 
 
+def results(text):
+    """Yields line and code of what the diffs of a page lead to; a line that goes is empty."""
+    for line, code in blocks(text, "diff"):
+        kept = ("" if each.startswith("-") else each[1:] for each in code.splitlines())
+        yield line, "\n".join(kept) + "\n"
+
+
 def line_of(text, position):
     return text.count("\n", 0, position) + 1
 
@@ -120,7 +128,7 @@ def is_command(code):
 def pieces(text):
     """Returns line and code of all Python in a page, in order."""
     rows = [(line, code) for line, code in new_lines(text) if not is_command(code)]
-    return sorted([*blocks(text, "python"), *rows], key=lambda piece: piece[0])
+    return sorted([*blocks(text, "python"), *results(text), *rows], key=lambda piece: piece[0])
 
 
 def place(code):

@@ -52,6 +52,14 @@ size = 1
 | `hvd.rank()` | `rank()` `size()` | `nothing` |
 | `horovodrun` | `keras-dist run` | |
 
+```diff
+-old(
+-)
++new(
+     rank
+ )
+```
+
 ```sh
 size
 ```
@@ -66,7 +74,8 @@ keras_dist.run(size)
         (8, "size\n"),
         (13, "rank()"),
         (13, "size()"),
-        (21, "...\nkeras_dist.run(size)\n"),
+        (17, "\n\nnew(\n    rank\n)\n"),
+        (29, "...\nkeras_dist.run(size)\n"),
     ]
     assert pages.place("size") == "on ranks"
     assert pages.place("keras_dist.run(size)") == "outside"
