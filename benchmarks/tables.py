@@ -40,8 +40,8 @@ class Table:
         measures: files and folders of the measured code, from the root of the repository.
         library: the MPI library that it is measured with. Defaults to "MPICH".
         page: the page. Defaults to `docs/performance.md`.
-        figure: path of the figure of the table, from the root of the repository. The command draws
-            it in `benchmarks/results`, under the same name. Defaults to none.
+        figures: paths of the figures of the table, from the root of the repository. The command
+            draws them in `benchmarks/results`, under the same names. Defaults to none.
     """
 
     command: str
@@ -49,7 +49,7 @@ class Table:
     measures: tuple[str, ...]
     library: str = "MPICH"
     page: str = PERFORMANCE
-    figure: str = ""
+    figures: tuple[str, ...] = ()
 
     @property
     def sources(self):
@@ -109,7 +109,13 @@ TABLES = {
             *(path for name in BACKENDS for path in backend(name)),
         ),
     ),
-    "speed": Table("speed.py", "speed", TRAINING, page="README.md"),
+    "speed": Table("speed.py", "speed", TRAINING),
+    "picture": Table(
+        "picture.py",
+        "picture",
+        (*TRAINING, *(path for name in BACKENDS for path in backend(name))),
+        figures=("docs/images/picture-light.svg", "docs/images/picture-dark.svg"),
+    ),
     "fit-ranks-tensorflow": fit("tensorflow", "fit_ranks"),
     "fit-ranks-torch": fit("torch", "fit_ranks"),
     "fit-ranks-jax": fit("jax", "fit_ranks"),
@@ -159,7 +165,7 @@ TABLES = {
             "benchmarks/services.py",
         ),
         page="docs/scale.md",
-        figure="docs/images/scale.svg",
+        figures=("docs/images/scale.svg",),
     ),
 }
 
@@ -180,8 +186,8 @@ def mark(name, commit, date, machine, text):
     return f"<!-- table: {name} -->\n\n{measured}\n\n{text.strip()}\n\n<!-- end table -->\n"
 
 
-def copy_figure(table, results, root=ROOT):
-    """Copies the figure of a table to the pages, if it has one.
+def copy_figures(table, results, root=ROOT):
+    """Copies the figures of a table to the pages.
 
     Args:
         table: the table.
@@ -189,14 +195,13 @@ def copy_figure(table, results, root=ROOT):
         root: folder of the repository. Defaults to this one.
 
     Raises:
-        SystemExit: the command has drawn no figure.
+        SystemExit: the command has not drawn a figure.
     """
-    if not table.figure:
-        return
-    drawn = results / Path(table.figure).name
-    if not drawn.exists():
-        raise SystemExit(f"no figure {drawn}: install matplotlib, and run the command again")
-    shutil.copyfile(drawn, root / table.figure)
+    for figure in table.figures:
+        drawn = results / Path(figure).name
+        if not drawn.exists():
+            raise SystemExit(f"no figure {drawn}: install matplotlib, and run the command again")
+        shutil.copyfile(drawn, root / figure)
 
 
 def on_page(result):

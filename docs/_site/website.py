@@ -22,7 +22,8 @@ DOCS = ROOT / "docs"
 FRONT = ROOT / "README.md"
 CONFIGURATION = ROOT / "mkdocs.yml"
 PAGES = ROOT / "build" / "pages"
-LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
+# In Markdown, and the addresses of pictures in HTML.
+LINK = re.compile(r"""(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!\w+:|#)[^)#\s"]+""")
 ENTRY = re.compile(r"^ +- .*?([\w./-]+\.md)$", re.MULTILINE)
 
 

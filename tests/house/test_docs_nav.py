@@ -34,7 +34,8 @@ def test_a_life_links_functions_that_exist(page):
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     texts = {
-        "README.md": "[Guide](docs/guide/start.md#first) [Web](https://keras.io) [Here](#here)",
+        "README.md": "[Guide](docs/guide/start.md#first) [Web](https://keras.io) [Here](#here)\n"
+        '<source srcset="docs/plot.svg"><img src="docs/plot.svg">',
         "docs/guide/start.md": "[Front](../../README.md) [Script](../../examples/train.py)",
         "docs/plot.svg": "<svg/>",
         "examples/train.py": "import keras  # [a](b)",
@@ -58,7 +59,8 @@ def test_pages_come_with_what_they_link_to(repository, tmp_path):
     website.write(folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {str(path.relative_to(folder)): path.read_text() for path in files} == {
-        "index.md": "[Guide](guide/start.md#first) [Web](https://keras.io) [Here](#here)",
+        "index.md": "[Guide](guide/start.md#first) [Web](https://keras.io) [Here](#here)\n"
+        '<source srcset="plot.svg"><img src="plot.svg">',
         "guide/start.md": "[Front](../index.md) [Script](../examples/train.py)",
         "plot.svg": "<svg/>",
         "examples/train.py": "import keras  # [a](b)",
@@ -66,11 +68,14 @@ def test_pages_come_with_what_they_link_to(repository, tmp_path):
     assert website.faults() == []
 
 
-@pytest.mark.parametrize("link", ["nowhere.md", "![Plot](nowhere.svg)", "/docs/plot.svg", "guide/"])
+@pytest.mark.parametrize(
+    "link",
+    ["nowhere.md", "![Plot](nowhere.svg)", '<img src="nowhere.svg">', "/docs/plot.svg", "guide/"],
+)
 def test_a_broken_link_is_named(repository, link):
     page = repository / "docs" / "guide" / "start.md"
-    page.write_text(link if link.startswith("!") else f"[Link]({link})")
-    target = link.removeprefix("![Plot](").removesuffix(")")
+    page.write_text(link if link[0] in "!<" else f"[Link]({link})")
+    target = re.sub(r'^!\[Plot\]\(|^<img src="|\)$|">$', "", link)
     assert website.faults() == [f"{page}: links to {target}, which is no file of the repository"]
 
 

@@ -1,5 +1,6 @@
 """The benchmarks run and print their results; speed depends on the machine and is not tested."""
 
+import os
 import re
 import runpy
 import subprocess
@@ -110,6 +111,26 @@ def test_a_python_without_the_simulator_is_refused(tmp_path):
     job = measured("scale.py", "--simulator", "false", "--output", tmp_path)
     assert job.returncode == 2
     assert "false cannot import simgrid; install it" in job.stdout
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn_and_ranks_have_the_loss_of_one_process(tmp_path):
+    pytest.importorskip("sklearn")
+    # The lean environment of other jobs has no matplotlib.
+    environment = {name: text for name, text in os.environ.items() if name != "LEFT_OUT"}
+    environment["PYTHONPATH"] = str(FOLDER.parent)
+    options = ["--quick", "--backends", "torch", "--output", tmp_path]
+    job = subprocess.run(
+        [sys.executable, FOLDER / "picture.py", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
+    assert re.search(r"a loss on several ranks to one process .* passed \|$", job.stdout, re.M)
+    for name in ("light", "dark"):
+        drawn = (tmp_path / f"picture-{name}.svg").read_text()
+        assert all(f">{text}<" in drawn for text in ("torch", "one process", "2 ranks", "4 ranks"))
 
 
 @pytest.mark.slow

@@ -170,18 +170,18 @@ def test_the_table_is_as_old_as_the_plan(scale):
 
 def test_the_figure_goes_to_the_page_with_the_table(scale, tmp_path):
     tables = importlib.import_module("tables")
-    assert tables.TABLES["scale"].figure == "docs/images/scale.svg"
-    assert (tables.ROOT / tables.TABLES["scale"].figure).exists()
-    table = tables.Table("scale.py", "scale", (), figure="docs/images/scale.svg")
+    assert tables.TABLES["scale"].figures == ("docs/images/scale.svg",)
+    assert (tables.ROOT / tables.TABLES["scale"].figures[0]).exists()
+    table = tables.Table("scale.py", "scale", (), figures=("docs/images/scale.svg",))
     results, root = tmp_path / "results", tmp_path / "root"
     results.mkdir()
     (root / "docs/images").mkdir(parents=True)
     with pytest.raises(SystemExit, match="matplotlib"):
-        tables.copy_figure(table, results, root)
+        tables.copy_figures(table, results, root)
     (results / "scale.svg").write_text("<svg/>")
-    tables.copy_figure(table, results, root)
+    tables.copy_figures(table, results, root)
     assert (root / "docs/images/scale.svg").read_text() == "<svg/>"
-    tables.copy_figure(tables.Table("fit.py", "fit", ()), results, root)  # has none
+    tables.copy_figures(tables.Table("fit.py", "fit", ()), results, root)  # has none
 
 
 def test_a_figure_may_have_lines_alone(scale, plans, tmp_path):
