@@ -4,8 +4,9 @@
     scripts/matrix jax-oldest --keep      one environment, kept in .venv-matrix
 
 Each environment is created, tested and removed. A table shows the installed versions and the
-outcomes. After a run of all environments, setup.cfg and the table of versions in README.md may
-claim only versions that passed. The exit status is 1 if they claim more, or if a test failed.
+outcomes. After a run of all environments, setup.cfg and the table of versions on the page of
+features may claim only versions that passed. The exit status is 1 if they claim more, or if a test
+failed.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv-matrix"
 TABLE = ROOT / "scripts" / "matrix.toml"
+PAGE = ROOT / "docs" / "features.md"  # has the table of versions
 # Further requirements of the tests.
 TOOLS = ["hypothesis", "nbclient", "pandas", "pytest"]
 # Two builds of one package; one is installed.
@@ -81,7 +83,7 @@ def main(arguments):
             shutil.rmtree(FOLDER / name, ignore_errors=True)
     print(f"\n=== versions\n{table(runs)}")
     faults = [] if options.names else overclaimed(claims, runs)
-    faults += [] if options.names else overclaimed_by_table((ROOT / "README.md").read_text(), runs)
+    faults += [] if options.names else overclaimed_by_table(PAGE.read_text(), runs)
     print("".join(f"{fault}\n" for fault in faults), end="")
     failed = sum(not one.passed for one in runs)
     print(f"{len(runs) - failed} passed, {failed + len(faults)} failed")
@@ -217,10 +219,10 @@ def _fault(bound, versions):
     return ""
 
 
-def overclaimed_by_table(readme, runs):
-    """Returns a message for each range in the README's table of versions that did not pass."""
+def overclaimed_by_table(page, runs):
+    """Returns a message for each range in the table of versions that did not pass."""
     faults = []
-    for package, column, cell in versions_table(readme):
+    for package, column, cell in versions_table(page):
         backend = BACKENDS[column]
         name = backend if package == "the backend" else package.lower()
         found = versions_of(name, "", [run for run in runs if run.environment.backend == backend])
@@ -234,13 +236,13 @@ def overclaimed_by_table(readme, runs):
             fault = f"the newest that passed is {max(found)}"
         else:
             continue
-        faults.append(f"README.md: {package} {cell} with {column}: {fault}")
+        faults.append(f"{PAGE.name}: {package} {cell} with {column}: {fault}")
     return faults
 
 
-def versions_table(readme):
-    """Returns package, column and versions of each cell of the README's table of versions."""
-    found = re.search(r"^\| tested with \|(.+)\|\n\|[-|]+\n((?:\|.+\n)+)", readme, re.MULTILINE)
+def versions_table(page):
+    """Returns package, column and versions of each cell of the table of versions."""
+    found = re.search(r"^\| tested with \|(.+)\|\n\|[-|]+\n((?:\|.+\n)+)", page, re.MULTILINE)
     columns = [text.strip() for text in found[1].split("|")]
     rows = ([text.strip() for text in row.split("|")[1:-1]] for row in found[2].splitlines())
     return [

@@ -26,6 +26,7 @@ OTHERS = {
     "[",
     "cd",
     "curl",
+    "export",
     "module",
     "scontrol",
     "scp",

@@ -34,7 +34,7 @@ CLAIMS = {
     "tensorflow": {"tensorflow": Version("2.16.1")},
     "tensorflow-cpu": {"tensorflow-cpu": Version("2.16.1")},
 }
-README = """
+PAGE = """
 | tested with | TensorFlow | JAX |
 |---|---|---|
 | the backend | 2.16 to 2.21 | 0.8 |
@@ -112,17 +112,17 @@ def test_bounds_that_have_not_passed_are_named(runs, expected):
 
 
 @pytest.mark.parametrize(
-    ("readme", "runs", "expected"),
+    ("page", "runs", "expected"),
     [
-        (README, [*ON_TENSORFLOW, ON_JAX], []),
-        (README.replace("3.15", "3.14"), [*ON_TENSORFLOW, ON_JAX], []),
+        (PAGE, [*ON_TENSORFLOW, ON_JAX], []),
+        (PAGE.replace("3.15", "3.14"), [*ON_TENSORFLOW, ON_JAX], []),
         (
-            README.replace("3.15", "3.16"),
+            PAGE.replace("3.15", "3.16"),
             [*ON_TENSORFLOW, ON_JAX],
             ["Keras 3.8 to 3.16 with TensorFlow: the newest that passed is 3.15.1"],
         ),
         (
-            README.replace("2.16", "2.15"),
+            PAGE.replace("2.16", "2.15"),
             ON_TENSORFLOW,
             [
                 "the backend 2.15 to 2.21 with TensorFlow: the oldest that passed is 2.16.1",
@@ -131,8 +131,8 @@ def test_bounds_that_have_not_passed_are_named(runs, expected):
         ),
     ],
 )
-def test_the_table_of_the_readme_is_what_passed(readme, runs, expected):
-    assert matrix.overclaimed_by_table(readme, runs) == [f"README.md: {each}" for each in expected]
+def test_the_table_of_versions_is_what_passed(page, runs, expected):
+    assert matrix.overclaimed_by_table(page, runs) == [f"features.md: {each}" for each in expected]
 
 
 # --- The files of this repository
@@ -142,10 +142,10 @@ def description():
     return tomllib.loads(matrix.TABLE.read_text())
 
 
-def test_the_readme_and_setup_cfg_agree_on_the_oldest_versions():
+def test_the_table_and_setup_cfg_agree_on_the_oldest_versions():
     claims = matrix.claims_of((ROOT / "setup.cfg").read_text())
     exceptions = {("numpy", "JAX"): "2.0"}  # required by JAX
-    for package, column, cell in matrix.versions_table((ROOT / "README.md").read_text()):
+    for package, column, cell in matrix.versions_table(matrix.PAGE.read_text()):
         backend = BACKENDS[column]
         name = backend if package == "the backend" else package.lower()
         bounds = [
