@@ -93,8 +93,10 @@ def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:
     from matplotlib.figure import Figure
 
     every = [(name, periods(summary)) for name, summary in summaries]
-    columns = max(len(found) for _, found in every)
-    figure = Figure(figsize=(4.5 * columns, 3 * len(every)), layout="constrained")
+    columns = max(1, *(len(found) for _, found in every))
+    bars = max((len(panel.rows) for _, found in every for panel in found), default=0)
+    size = 4.5 * columns, max(3, 0.2 * bars) * len(every)
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(every), columns, squeeze=False)
     for row, (name, panels) in zip(axes, every, strict=True):
         for axis, found in zip(row, panels, strict=False):
