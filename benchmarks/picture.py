@@ -22,7 +22,7 @@ from turns import in_turn
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "torch"}
 IMAGES, BATCH, EPOCHS = 512, 128, 8
 RATE = 0.1
-FASTER, DIFFERS = 0.75, 1e-4  # bounds: share of the ideal speed, relative difference of the loss
+FASTER, DIFFERS = 0.75, 1e-3  # bounds: share of the ideal speed, relative difference of the loss
 POINTS = {"textcoords": "offset points", "fontsize": 9}
 STYLES = {
     "light": {"back": "#ffffff", "text": "#1f2328", "soft": "#8c959f", "full": "#2f6fd0"},
