@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import suite
 from start_jobs import launcher
 
 # An example may take long on a busy machine. Each run has the same, so that a failure is one of the
@@ -44,6 +45,22 @@ def pytest_runtest_logreport(report):
     if reason.startswith("NOT TESTED") and "NOT_TESTED" in os.environ:
         with open(os.environ["NOT_TESTED"], "a") as listed:
             listed.write(f"{' '.join(reason.split())}\n")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints the first run of each test that ran again, and whether the second one passed."""
+    stats = terminalreporter.stats
+    if "rerun" not in stats:
+        return
+    passed = {report.nodeid: report for report in stats.get("passed", ())}
+    stats["passed"] = [*passed.values()]  # a test once, whose first run failed at its end
+    failed = {report.nodeid for name in ("failed", "error") for report in stats.get(name, ())}
+    for report in stats["rerun"]:
+        terminalreporter.section(f"first run of {report.nodeid}")
+        for title, text in [("", report.longreprtext), *report.sections]:
+            terminalreporter.write_line(f"{title}\n{text}")
+        if report.nodeid in passed.keys() - failed:
+            terminalreporter.write_line(f"{suite.PASSED_AGAIN}{report.nodeid}")
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,9 @@ NOT_SLOW = "not slow"
 ON_PAGES = "tests/house/test_docs.py::test_python"  # scripts/docs runs the code on the pages
 NOTHING_SELECTED, NOT_STARTED = 5, 213  # exit statuses of pytest, and of Open MPI's mpiexec
 TRIES = 3  # to start a job
+# Tests that start jobs get a second run. pyproject.toml leaves the plugin out of all other tests.
+ONCE_MORE = ["-p", "pytest_rerunfailures", "--reruns", 1]
+PASSED_AGAIN = "passed when run again: "  # printed by tests/conftest.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +191,7 @@ class Suite:
         self._options, self.is_whole = options, is_whole
         self.parts: list[tuple[str, str, float]] = []
         self._counts = {"passed": 0, "failed": 0}
+        self._again: list[str] = []
         self._folder = Path(tempfile.mkdtemp(prefix="keras_dist-tests-"))
         self.records = self._folder / "records"
         self.records.mkdir()
@@ -282,6 +286,7 @@ class Suite:
 
     def _count(self, lines: list[str], has_failed: bool) -> None:
         failed = self._counts["failed"]
+        self._again += [line.rstrip() for line in lines if line.startswith(PASSED_AGAIN)]
         for line in lines:
             if re.match(r"=* ?\d+ (passed|failed|skipped|error|deselected).* in [\d.]+s", line):
                 for count, what in re.findall(r"(\d+) (passed|failed|errors?)\b", line):
@@ -312,6 +317,8 @@ class Suite:
             print(f"The records for tests/parity.py are in {self.records}")
         else:
             shutil.rmtree(self._folder)
+        for line in self._again:
+            print(line)
         print(f"{self._counts['passed']} passed, {self._counts['failed']} failed")
         return int(self.failed or not self._counts["passed"])
 
@@ -349,9 +356,9 @@ def run_everything(suite: Suite, is_short: bool) -> None:
     suite.run_here("one process", *workers(2), "tests/unit", "tests/house", *marks)
     others.join()
     # Tests that start jobs mostly wait. Only the whole set makes the fault table.
-    suite.run_here("jobs", *workers(3), "tests/jobs", "tests/hosts", *short)
+    suite.run_here("jobs", *workers(3), *ONCE_MORE, "tests/jobs", "tests/hosts", *short)
     table = ["--fault-table", "check"] if suite.is_whole else []
-    suite.run_here("faults", *workers(4), "tests/faults", *table, *short, lean=True)
+    suite.run_here("faults", *workers(4), *ONCE_MORE, "tests/faults", *table, *short, lean=True)
     for name, job in jobs.items():
         if job.ranks > 1 and time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
             suite.run_job(name, files_of(name), marked=job.short if is_short else job.marked)

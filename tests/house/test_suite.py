@@ -46,6 +46,39 @@ def test_a_part_is_counted(capsys, tmp_path, fails):
     assert "a part  " in printed.split("where the time went")[1]
 
 
+OF_JOBS = """
+import pathlib, pytest
+def fail_once(place):
+    if not (ran := pathlib.Path(__file__).with_name(place)).exists():
+        ran.touch()
+        print(f"the first {place}")
+        pytest.fail()
+@pytest.fixture
+def fails_at_its_end():
+    yield
+    fail_once("end")
+def test_end(fails_at_its_end): pass
+def test_call(): fail_once("call")
+def test_other(): pass
+def test_broken(): pytest.fail()
+"""
+
+
+def test_a_test_that_starts_jobs_gets_a_second_run(capsys, tmp_path):
+    (tmp_path / "test_it.py").write_text(OF_JOBS)
+    here = ["-c", suite.ROOT / "pyproject.toml", "--rootdir", tmp_path, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *here, "-p", "conftest", *suite.workers(1)]
+    ran = suite.Suite([])
+    variables = {"PATH": "", "PYTHONPATH": str(suite.ROOT / "tests")}
+    assert ran.run("jobs", [*command, *suite.ONCE_MORE, tmp_path], variables) == 1
+    assert ran.end() == 1
+    printed = capsys.readouterr().out
+    again = [f"{suite.PASSED_AGAIN}test_it.py::{name}\n" for name in ("test_end", "test_call")]
+    assert printed.endswith(f"{''.join(again)}3 passed, 1 failed\n")
+    assert "\nthe first end\n" in printed
+    assert "\nthe first call\n" in printed
+
+
 def test_a_path_is_run_where_its_tests_belong(monkeypatch):
     ran = {}
 
