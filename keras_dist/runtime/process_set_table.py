@@ -3,6 +3,7 @@
 Ids and ranks of all sets are the same on every rank; only members hold a set's communicator.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from keras_dist.runtime.process_sets import (
 
 GLOBAL = 0  # the id of the set of all ranks
 Request = tuple[str, Ranks]  # "ranks" or "a communicator", and the ranks
+PLACE = re.compile(r"^\[[^]]*\] ")  # at the begin of a message
 SAME_SETS = "Pass the same process sets, in the same order, on every rank."
 
 
@@ -110,7 +112,8 @@ class ProcessSetTable:
         values = _engine.collectives.allgather_object(self.job, value, operation=operation)
         for rank, each in enumerate(values):
             if isinstance(each, errors.KerasDistError):
-                raise type(each)(f"[rank {rank} of {self.job.size}] {each}")
+                text = PLACE.sub("", str(each))
+                raise type(each)(f"[rank {rank} of {self.job.size}] {text}")
         return values
 
     def _request(self, process_set: ProcessSet) -> Request:
