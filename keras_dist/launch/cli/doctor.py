@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,6 +15,7 @@ from typing import Any
 
 from keras_dist import _gpu, errors
 from keras_dist._version import __version__
+from keras_dist.launch.cli import backends
 from keras_dist.launch.cli.bench import measure
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.mpiexec import Library, find_mpiexec, load_library
@@ -24,7 +24,6 @@ from keras_dist.launch.cli.options import add_host_options
 NBYTES = 16 * 2**20  # of the test reduction
 WIDTH = 15
 GIB = 2**30
-BACKENDS = {"tensorflow": ("tensorflow", "tensorflow-cpu"), "jax": ("jax",), "torch": ("torch",)}
 NCCL_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 SHARED_MEMORY = Path("/dev/shm")
 INTERFACES = Path("/sys/class/net")
@@ -93,19 +92,16 @@ def of_the_packages() -> Iterator[Finding]:
     """Yields the installed packages, and whether the selected backend of Keras is installed."""
     yield Finding("keras_dist", __version__)
     yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
-    libraries = {name: _version((name,)) for name in ("keras", "numpy", "mpi4py")}
+    libraries = {name: backends.version((name,)) for name in ("keras", "numpy", "mpi4py")}
     yield Finding("Packages", ", ".join(f"{name} {text}" for name, text in libraries.items()))
-    found = {name: _version(packages) for name, packages in BACKENDS.items()}
-    there = {name: text for name, text in found.items() if text is not None}
+    there = backends.installed()
     text = ", ".join(f"{name} {version}" for name, version in there.items()) or "none"
-    wanted = _wanted_backend()
+    wanted = backends.wanted(os.environ)
     if wanted in there:
         yield Finding("Backends", f"{text}; Keras selects {wanted}")
         return
-    ways = [f"pip install 'keras_dist[{wanted}]'"] if wanted in BACKENDS else []
-    ways += [f"set KERAS_BACKEND={name}" for name in there or BACKENDS]
-    remedy = f"{', or '.join(ways)}."
-    yield Finding("Backends", f"{text}; Keras would select {wanted}", remedy, is_trouble=True)
+    trouble = f"{text}; Keras would select {wanted}"
+    yield Finding("Backends", trouble, backends.remedy(wanted), is_trouble=True)
 
 
 def of_the_machine() -> Iterator[Finding]:
@@ -195,7 +191,8 @@ def _gpus() -> Finding:
         return Finding("GPUs", " ".join((told.stdout + told.stderr).split())[:200], remedy)
     gpus = told.stdout.splitlines()
     text = f"{len(gpus)}: {'; '.join(gpus)}"
-    if _version(("tensorflow-cpu",)) is not None and _wanted_backend() == "tensorflow":
+    is_without = backends.version(("tensorflow-cpu",)) is not None
+    if is_without and backends.wanted(os.environ) == "tensorflow":
         return Finding("GPUs", text, "tensorflow-cpu does not use GPUs: pip install tensorflow.")
     return Finding("GPUs", text)
 
@@ -205,7 +202,7 @@ def _nccl() -> Finding:
     if isinstance(nccl, str):
         return Finding("NCCL", f"cannot be used: {nccl}")
     version = _gpu.version_text(nccl.version())
-    wheels = {name: _version((name,)) for name in NCCL_WHEELS}
+    wheels = {name: backends.version((name,)) for name in NCCL_WHEELS}
     installed = {name: there for name, there in wheels.items() if there}
     found = ", ".join(f"{name} {there}" for name, there in installed.items())
     text = f"{version} in {nccl.path}; {found or 'no wheel'}"
@@ -244,24 +241,6 @@ def _network(library: Library) -> Finding:
         f"{fastest} only: {way}."
     )
     return Finding("Network", text, remedy)
-
-
-def _wanted_backend() -> str:
-    """Returns the backend that Keras selects, from the environment or its configuration file."""
-    if name := os.environ.get("KERAS_BACKEND"):
-        return name
-    file = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return str(json.loads(file.read_text()).get("backend", "tensorflow"))
-    return "tensorflow"
-
-
-def _version(packages: tuple[str, ...]) -> str | None:
-    """Returns the version of the first installed package."""
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
 
 
 def interfaces() -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import math
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_dist import config, errors
+from keras_dist.launch.cli import backends
 from keras_dist.launch.cli.command import (
     add_program,
     check_entry,
@@ -40,6 +42,7 @@ from keras_dist.runtime import exit_hooks
 from keras_dist.storage import memory_directory
 
 TIMED_OUT = 124  # as timeout(1)
+UNCAUGHT = 1  # exit code of Python after an exception
 NEVER_AGAIN = (2, 128 + signal.SIGINT)  # usage error; Ctrl-C
 MAX_PAUSE_SECONDS = 30
 RESTART, JOB_ID = "KERAS_DIST_RESTART", "KERAS_DIST_JOB_ID"
@@ -128,7 +131,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
             ready if count else contextlib.nullcontext() as standby,
         ):
             environment |= connections.variables
-            return _run_with_restarts(
+            code = _run_with_restarts(
                 command,
                 command_of,
                 environment,
@@ -138,6 +141,9 @@ def _run(options: argparse.Namespace, end: float) -> int:
                 watch,
                 standby,
             )
+            if code == UNCAUGHT and words_of_python(program):
+                _tell_of_backend(environment)
+            return code
     except EndRequested as request:
         _print(f"received {request.name} between two runs of the job.")
         return request.code
@@ -168,6 +174,7 @@ def _run_with_restarts(
     watch: HostWatch,
     standby: Standby | None,
 ) -> int:
+    failures = 0  # starts after a change of the hosts do not count
     for restart in itertools.count():
         environment[RESTART] = str(restart)
         if restart:
@@ -176,7 +183,7 @@ def _run_with_restarts(
         process = None
         if standby is not None:
             process = standby.take(command, environment) if restart else None
-            if restart < max_restarts:
+            if failures < max_restarts:
                 # Its ssh must not note lost hosts of the job that runs.
                 unwatched = {n: t for n, t in environment.items() if n not in connections.variables}
                 standby.prepare(command, {**unwatched, RESTART: str(restart + 1)})
@@ -191,26 +198,36 @@ def _run_with_restarts(
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:
             return code
         if code == exit_hooks.PREEMPTED_EXIT_CODE and watch.has_asked:
-            max_restarts += 1  # this start does not count
             continue
         if code == exit_hooks.PREEMPTED_EXIT_CODE:
             _print(f"the job was preempted and saved its state (exit code {code}).")
             return code
-        if restart >= max_restarts:
+        if failures >= max_restarts:
             if max_restarts:
                 _print(f"the job failed with exit code {code}, after {max_restarts} restarts.")
             return code
         progressed = standby is not None and standby.has_progressed
-        pause = 0 if progressed else min(2**restart, MAX_PAUSE_SECONDS)
+        pause = 0 if progressed else min(2**failures, MAX_PAUSE_SECONDS)
         if time.monotonic() + pause >= end:
             _print(f"the job failed with exit code {code} at its time limit (--timeout).")
             return code
+        failures += 1
         _print(
-            f"the job failed with exit code {code}. Restart {restart + 1} of {max_restarts} "
+            f"the job failed with exit code {code}. Restart {failures} of {max_restarts} "
             f"in {pause} s."
         )
         time.sleep(pause)
     raise AssertionError
+
+
+def _tell_of_backend(environment: dict[str, str]) -> None:
+    """Names the backend that Keras selects for the ranks, if it is not installed here."""
+    wanted = backends.wanted(environment)
+    if importlib.util.find_spec(wanted) is None:
+        _print(
+            f"Keras selects the backend {wanted}, which is not installed here: `import keras` "
+            f"fails unless the script selects another. {backends.remedy(wanted)}"
+        )
 
 
 def _exit_code(ended: Ended) -> int:

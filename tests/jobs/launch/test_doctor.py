@@ -113,10 +113,10 @@ def test_doctor_names_the_version_of_nccl(monkeypatch):
     assert doctor._nccl().text == "cannot be used: there is neither NCCL nor RCCL"
     nccl = types.SimpleNamespace(version=lambda: 22304, path="/lib/libnccl.so.2")
     monkeypatch.setattr(doctor._gpu, "load_nccl", lambda: nccl)
-    monkeypatch.setattr(doctor, "_version", {("nvidia-nccl-cu13",): "2.23.4"}.get)
+    monkeypatch.setattr(doctor.backends, "version", {("nvidia-nccl-cu13",): "2.23.4"}.get)
     text = "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu13 2.23.4"
     assert doctor._nccl() == doctor.Finding("NCCL", text)
-    monkeypatch.setattr(doctor, "_version", {("nvidia-nccl-cu12",): "2.27.3"}.get)
+    monkeypatch.setattr(doctor.backends, "version", {("nvidia-nccl-cu12",): "2.27.3"}.get)
     found = doctor._nccl()
     assert found.text == "2.23.4 in /lib/libnccl.so.2; nvidia-nccl-cu12 2.27.3"
     assert "LD_LIBRARY_PATH" in found.remedy

@@ -11,6 +11,7 @@ import pytest
 from start_jobs import allowed, is_alive, launcher
 
 from keras_dist.launch.cli import main
+from keras_dist.launch.cli.job_process import Ended
 from keras_dist.storage import memory_directory
 
 pytestmark = pytest.mark.short
@@ -187,6 +188,50 @@ def test_backups_in_memory_are_removed_where_the_ranks_have_them(monkeypatch, tm
     where = f"KERAS_DIST_MEMORY_DIRECTORY={tmp_path}"
     assert main(["run", "-np", "1", "-x", where, "true"]) == 0
     assert not [*parent.iterdir()]
+
+
+# --- What the end of a job leads to
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """A function after which jobs end with exit codes at once, 75 after a change of the hosts."""
+
+    def end(*codes):
+        left = iter(codes)
+
+        def run_job(command, environment, seconds, output, lost, beside, process):
+            code = next(left)
+            beside.__self__.has_asked = code == 75
+            return Ended(code, None, False)
+
+        monkeypatch.setattr("keras_dist.launch.cli.run.run_job", run_job)
+
+    monkeypatch.setattr("keras_dist.launch.cli.run.MAX_PAUSE_SECONDS", 0)
+    return end
+
+
+def test_starts_on_other_hosts_are_no_restarts(ends, capsys, tmp_path):
+    (tmp_path / "hosts").write_text("localhost:1\n")
+    options = ["--hostfile", str(tmp_path / "hosts"), "--min-np", "1", "--max-restarts", "2"]
+    ends(75, 7, 75, 7, 7)
+    assert main(["run", *options, "true"]) == 7
+    assert [line for line in capsys.readouterr().err.splitlines() if "failed" in line] == [
+        "keras-dist: the job failed with exit code 7. Restart 1 of 2 in 0 s.",
+        "keras-dist: the job failed with exit code 7. Restart 2 of 2 in 0 s.",
+        "keras-dist: the job failed with exit code 7, after 2 restarts.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "backend", "is_told"),
+    [(1, "nowhere", True), (1, "torch", False), (7, "nowhere", False)],
+)
+def test_a_backend_that_is_not_installed_is_named(ends, capsys, code, backend, is_told):
+    ends(code)
+    assert main(["run", "-np", "1", "--env", f"KERAS_BACKEND={backend}", HERE]) == code
+    told = capsys.readouterr().err
+    assert ("Keras selects the backend nowhere, which is not installed here" in told) == is_told
 
 
 # --- Options in a file
