@@ -185,7 +185,9 @@ def callbacks(
     if process_set is not None:
         for callback in made:
             if isinstance(callback, SessionCallback):
-                callback.train_within(process_set)
+                # A callback of the user may take part in another fit, of other ranks.
+                is_own = callback in others
+                (callback.root_within if is_own else callback.train_within)(process_set)
     return made
 
 

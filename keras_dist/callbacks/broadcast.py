@@ -80,6 +80,8 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         self._compare_optimizers()
         if self.model.built:
             self._broadcast()
+        elif self.session.task == "loop":
+            self.session.when_built = self._broadcast
         else:
             self.session.before_first_step(FirstStep.BROADCAST, self._build_and_broadcast)
 

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -156,7 +157,7 @@ class PreemptionCallback(SessionCallback):
         self.backups = backups
         self.root_rank = root_rank
         self._received: list[str] = []
-        self._acts = True
+        self._acts = self._listens = True
         self._signals: Signals | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -164,6 +165,11 @@ class PreemptionCallback(SessionCallback):
         self._received = []
         self._acts = not (_engine.progress.is_nested("fit") and _engine.piggyback.has_listener())
         if not self._acts:
+            return
+        # Of fits in several threads, that of the main thread, which has the signals.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._listens = is_main or not _engine.piggyback.has_listener()
+        if not self._listens:
             return
         _engine.piggyback.set_listener(self._receive)
         self._signals = Signals(self._announce, hosts=bool(self._writers()))
@@ -183,9 +189,9 @@ class PreemptionCallback(SessionCallback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the signal handlers."""
-        if not self._acts:
+        if not self._acts or not self._listens:
             return
-        _engine.piggyback.set_listener(None)
+        _engine.piggyback.remove_listener(self._receive)
         if self._signals is not None:
             self._signals.close()
 
@@ -207,7 +213,8 @@ class PreemptionCallback(SessionCallback):
             model_of(self).stop_training = STOPS_JOB
 
     def _ask(self) -> None:
-        everyone = allgather_object(_engine.piggyback.notice(), "exchanging signals")
+        notice = _engine.piggyback.notice() if self._listens else None
+        everyone = allgather_object(notice, "exchanging signals")
         self._received += [text for text in everyone if text is not None]
         if self._received:
             # The backup must include the effects of later callbacks in the current hook.

@@ -8,6 +8,7 @@ first. A later process that runs the same script therefore finds the same names.
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import threading
@@ -16,6 +17,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from keras_dist.runtime.running_calls import OfCall
 
 
 class Epochs:
@@ -60,10 +63,19 @@ def kind_of(facts: Sequence[object]) -> str:
 _serials = itertools.count()
 _live: weakref.WeakValueDictionary[int, Epochs] = weakref.WeakValueDictionary()
 _sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDictionary()
-_fit_arguments: Mapping[str, Any] = {}
-_everywhere = True
-_awaits_steps = False
-_equal_batches = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Fit:
+    """What is known of the data of a fit."""
+
+    arguments: Mapping[str, Any]
+    everywhere: bool = True
+    equal_batches: bool = False
+    awaits_steps: bool = False
+
+
+_fits = OfCall(_Fit({}))
 
 
 def register(part: Any, epochs: Epochs | None) -> None:
@@ -89,36 +101,29 @@ def training_on(
     Args:
         equal_batches: whether the batches of all ranks have equal shapes in each step.
     """
-    global _fit_arguments, _everywhere, _awaits_steps, _equal_batches
-    before = _fit_arguments, _everywhere, _equal_batches
-    _fit_arguments, _everywhere, _equal_batches = arguments, everywhere, equal_batches
-    _awaits_steps = True
-    try:
+    with _fits.during(_Fit(arguments, everywhere, equal_batches, awaits_steps=True)):
         yield
-    finally:
-        _fit_arguments, _everywhere, _equal_batches = before
-        _awaits_steps = False
 
 
 def expect_steps() -> None:
     """Records that the running fit has its train function: what it reads now is for its steps."""
-    global _awaits_steps
-    _awaits_steps = False
+    _fits.get().awaits_steps = False
 
 
 def awaits_steps(data: Any) -> bool:
     """Returns whether a fit on a data set has begun, and has no train function yet."""
-    return _awaits_steps and _fit_arguments.get("x") is data
+    return any(fit.awaits_steps and fit.arguments.get("x") is data for fit in _fits.every())
 
 
 def has_equal_batches(model: Any) -> bool:
     """Returns whether the batches of all ranks have equal shapes in each step of a model's fit."""
-    return _equal_batches and _fit_arguments.get("self") is model
+    fit = _fits.get()
+    return fit.equal_batches and fit.arguments.get("self") is model
 
 
 def is_sharded_everywhere() -> bool:
     """Returns whether `keras_dist.data` made the training data of all ranks."""
-    return _everywhere
+    return _fits.get().everywhere
 
 
 def of(data: Any) -> Epochs | None:
@@ -128,12 +133,12 @@ def of(data: Any) -> Epochs | None:
 
 def current() -> Epochs | None:
     """Returns the epochs of the training data, if they are counted."""
-    return of(_fit_arguments.get("x"))
+    return of(_fits.get().arguments.get("x"))
 
 
 def fit_arguments() -> Mapping[str, Any]:
     """Returns the arguments of the running fit, by name; empty outside of a fit."""
-    return _fit_arguments
+    return _fits.get().arguments
 
 
 def numbers() -> dict[str, int]:

@@ -23,11 +23,12 @@ from keras_dist.runtime.process_sets import (
     global_process_set,
     without_id,
 )
+from keras_dist.runtime.running_calls import OfCall
 
 _log = logging.getLogger("keras_dist")
 _sets: ProcessSetTable | None = None  # with the communicator of all ranks
 _detached: str | None = None  # why this process is not a rank any more
-_fit_set: ProcessSet | None = None  # of the running fit
+_fit_set = OfCall[ProcessSet | None](None)  # of the running fit
 
 
 def init(
@@ -204,23 +205,18 @@ def includes_me(process_set: ProcessSet | None) -> bool:
 @contextlib.contextmanager
 def fit_within(process_set: ProcessSet | None) -> Iterator[None]:
     """Makes a process set the ranks of the running fit; `None` leaves them as they are."""
-    global _fit_set
-    before = _fit_set
-    _fit_set = before if process_set is None else process_set
-    try:
+    with _fit_set.during(_fit_set.own() if process_set is None else process_set):
         yield
-    finally:
-        _fit_set = before
 
 
 def fit_set() -> ProcessSet | None:
     """Returns the process set of the running fit; `None`: all ranks."""
-    return _fit_set
+    return _fit_set.get()
 
 
 def fit_communicator() -> _engine.Communicator:
     """Returns the ranks of the running fit: those of its process set, or all; all outside of it."""
-    return communicator(_fit_set)
+    return communicator(_fit_set.get())
 
 
 def fit_communicators() -> list[_engine.Communicator]:

@@ -3,7 +3,9 @@
 A rank with more epochs, or with a validation that other ranks lack, would wait there forever.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -24,9 +26,24 @@ SAME_CALLBACKS = (
 )
 
 
-def set_of_fit(arguments: dict[str, Any], model: Any) -> ProcessSet | None:
-    """Returns the process set of the callbacks of a call; `None` if they act on all ranks."""
+@contextlib.contextmanager
+def within_set(arguments: dict[str, Any], model: Any) -> Iterator[None]:
+    """Runs a call within the process set of its callbacks, which are all of this set meanwhile."""
     found = members(flat(arguments))
+    before = [(member, member.root_rank, member.process_set) for member in found]
+    process_set = _set_of(found, model)
+    try:
+        for member in found if process_set is not None else ():
+            member.train_within(process_set)
+        with runtime.fit_within(process_set):
+            yield
+    finally:
+        for member, *own in before:
+            member.root_rank, member.process_set = own
+
+
+def _set_of(found: list[Any], model: Any) -> ProcessSet | None:
+    """Returns the process set of the callbacks of a call; `None` if they act on all ranks."""
     sets = {id(each): each for member in found if (each := member.process_set) is not None}
     if not sets:
         return None
@@ -51,8 +68,6 @@ def set_of_fit(arguments: dict[str, Any], model: Any) -> ProcessSet | None:
                 "Pass the same process_set to keras_dist.DistributedOptimizer and to "
                 "keras_dist.callbacks.",
             )
-    for member in found:
-        member.train_within(process_set)
     return process_set
 
 

@@ -7,11 +7,13 @@ what the outer one does.
 """
 
 import enum
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 
+from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
 
 # Attribute of a model: its innermost session. Of a list of callbacks: that of its fit.
@@ -65,7 +67,7 @@ class FitSession:
     def __init__(self, model: Any, task: str = "fit"):
         self.model, self.task = model, task
         #: the call of a method of the same model within which this one runs
-        self.outer: FitSession | None = vars(model).get(SESSION)
+        self.outer: FitSession | None = running_in(model)
         #: all callbacks of the list, including those that Keras adds
         self.callbacks: Sequence[keras.callbacks.Callback] = ()
         #: members that can write a backup of the current step at once, by `save_now`
@@ -74,6 +76,9 @@ class FitSession:
         self.last_logs: dict[str, Any] = {}
         #: whether all ranks evaluate the model in this call
         self.is_evaluation = False
+        #: what precedes the first step of a loop whose model is not built yet
+        self.when_built: Work | None = None
+        self._list: Callable[[], Any] = lambda: model
         self._first_step: dict[FirstStep, Callable[..., tuple[Any, ...]]] = {}
         self._resumed: Any = None
         self._logs: dict[Logs, Transformation] = {Logs.COMPUTE: lambda logs, compute: compute(logs)}
@@ -94,6 +99,7 @@ class FitSession:
     def begin(self, callbacks: keras.callbacks.CallbackList, hook: Work) -> None:
         """Lets the members of a list take part, and calls `on_train_begin` of all callbacks."""
         vars(callbacks)[SESSION] = self
+        self._list = weakref.ref(callbacks)
         self.callbacks = callbacks.callbacks
         self._is_in_hook = True
         for member in members(self.callbacks):
@@ -125,6 +131,23 @@ class FitSession:
         for place in sorted(first):
             arguments = first[place](*arguments)
         return self.model.train_function(*arguments)
+
+    def begin_step(self) -> None:
+        """Does what waits for the model of a loop to be built."""
+        if self.when_built is not None and self.model.built:
+            work, self.when_built = self.when_built, None
+            work()
+
+    def end_step(self) -> None:
+        """Checks that what precedes the first step of a loop has been done."""
+        if self.when_built is not None and self.model.built:
+            raise errors.UsageError(
+                runtime.where(),
+                f"model {self.model.name!r} to be built before the first step of a loop",
+                "a step that has built it, so that each rank began with weights of its own",
+                "Call model.build(input_shape), or the model on a batch, before on_train_begin of "
+                "the callbacks.",
+            )
 
     # --- hooks of callbacks ------------------------------------------------------------------
 
@@ -164,12 +187,18 @@ class FitSession:
 
     def end_epoch(self, hook: Callable[..., None], *arguments: Any) -> None:
         """Calls `on_epoch_end` of all callbacks."""
+        self.end_step()
         if self._resumed is not None:
             self._resumed.end()
         self.call_hook(hook, *arguments)
         self._resumed, self.last_logs = None, {}
 
     # --- a call ends -------------------------------------------------------------------------
+
+    @property
+    def is_left(self) -> bool:
+        """Whether this is a loop that has raised: its list of callbacks is gone."""
+        return self._list() is None
 
     def __exit__(self, *_: object) -> None:
         if self.outer is None:
@@ -186,13 +215,25 @@ def session_of(model: Any) -> FitSession:
 def running_in(owner: Any) -> FitSession | None:
     """Returns the innermost session of a model, or that of a list of callbacks that trains."""
     found: FitSession | None = vars(owner).get(SESSION)
+    while found is not None and found.is_left:
+        found.__exit__()
+        found = found.outer
     return found
+
+
+def steps_of_call(model: Any) -> int:
+    """Returns the number of steps of a call of the train function; `train_on_batch` takes one."""
+    running = running_in(model)
+    is_one = running is not None and running.task == "train_on_batch"
+    return 1 if is_one else model.steps_per_execution
 
 
 def session_for_list(callbacks: Any) -> FitSession:
     """Returns the session of a list that begins to train: that of `fit`, or of a user's loop."""
-    running = running_in(model_of(callbacks))
-    if running is not None and running.task == "fit" and not running.callbacks:
+    running, before = running_in(model_of(callbacks)), running_in(callbacks)
+    if before is not None and before is running:  # an earlier loop with the list has raised
+        before.__exit__()
+    elif running is not None and running.task == "fit" and not running.callbacks:
         return running
     return FitSession(model_of(callbacks), "loop").__enter__()
 

@@ -17,7 +17,7 @@ from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import LOGS
 from keras_dist.data import epochs
 from keras_dist.training import random_generators
-from keras_dist.training.agreement import agree_on_fit, set_of_fit
+from keras_dist.training.agreement import agree_on_fit, within_set
 from keras_dist.training.fit_session import (
     SESSION,
     FitSession,
@@ -50,8 +50,8 @@ def watch_models() -> None:
     for name, around in (
         ("on_train_begin", _on_train_begin),
         ("on_epoch_begin", functools.partial(_on_epoch, FitSession.call_hook)),
-        ("on_train_batch_begin", _on_batch),
-        ("on_train_batch_end", _on_batch),
+        ("on_train_batch_begin", functools.partial(_on_batch, FitSession.begin_step)),
+        ("on_train_batch_end", functools.partial(_on_batch, FitSession.end_step)),
         ("on_epoch_end", functools.partial(_on_epoch, FitSession.end_epoch)),
         ("on_train_end", _on_train_end),
     ):
@@ -84,7 +84,7 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = bound.arguments["self"]
     is_within = epochs.fit_arguments().get("self") is model
     outer = model.train_function, model.__dict__.get(TRACED_FOR)
-    with runtime.fit_within(set_of_fit(bound.arguments, model)):
+    with within_set(bound.arguments, model):
         agreement = agree_on_fit(bound.arguments)
         # Arguments except callbacks are passed as given: other code may have wrapped `fit`.
         ordered, position = bound.arguments["callbacks"], list(bound.arguments).index("callbacks")
@@ -104,7 +104,7 @@ def _running(task: str) -> Callable[..., Any]:
         callbacks = inspect.signature(method).bind(model, *args, **kwargs).arguments
         with (
             _engine.progress.during(task),
-            runtime.fit_within(set_of_fit(callbacks, model)),
+            within_set(callbacks, model),
             FitSession(model, task),
         ):
             return method(model, *args, **kwargs)
@@ -113,6 +113,11 @@ def _running(task: str) -> Callable[..., Any]:
 
 
 def _train_on_batch(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    loop = running_in(model)
+    if loop is not None and loop.when_built is not None:
+        if not model.built:
+            model(inspect.signature(method).bind(model, *args, **kwargs).arguments["x"])
+        loop.begin_step()
     with FitSession(model, "train_on_batch"):
         return method(model, *args, **kwargs)
 
@@ -147,11 +152,18 @@ def _on_epoch(
         call(session, hook, callbacks, epoch, logs)
 
 
-def _on_batch(hook: Callable[..., None], callbacks: Any, batch: int, logs: Any = None) -> None:
+def _on_batch(
+    place: Callable[[FitSession], None],
+    hook: Callable[..., None],
+    callbacks: Any,
+    batch: int,
+    logs: Any = None,
+) -> None:
     session = running_in(callbacks)
     if session is None:
         hook(callbacks, batch, logs)
     elif not session.skips_hook(batch):
+        place(session)
         if isinstance(logs, dict):
             session.last_logs = logs
         session.call_hook(hook, callbacks, batch, logs)
@@ -162,3 +174,4 @@ def _on_train_end(hook: Callable[..., None], callbacks: Any, logs: Any = None) -
     session: FitSession | None = vars(callbacks).pop(SESSION, None)
     if session is not None and session.task == "loop":
         session.__exit__()
+        session.end_step()

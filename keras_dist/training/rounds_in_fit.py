@@ -10,7 +10,7 @@ import keras
 from keras_dist import _backends, errors, runtime
 from keras_dist._compat.keras.models import layers_of, optimizer_of
 from keras_dist.training.distributed import distributed_optimizers
-from keras_dist.training.fit_session import Logs, running_in
+from keras_dist.training.fit_session import Logs, running_in, steps_of_call
 from keras_dist.training.rounds import Rounds
 
 
@@ -61,7 +61,7 @@ def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
             backend.between_steps(_each(Rounds.start, begun), model, arguments, _own(begun))
         result = step(*arguments)
     for rounds in every.values():
-        rounds.taken += model.steps_per_execution
+        rounds.taken += steps_of_call(model)
     due = [rounds for rounds in every.values() if rounds.is_due]
     if not due:
         return result

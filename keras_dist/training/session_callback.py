@@ -48,6 +48,10 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
 
     def train_within(self, process_set: ProcessSet) -> None:
         """Makes a process set the ranks of the fit; its first rank is the root in place of 0."""
+        self.root_rank, self.process_set = self.root_within(process_set), process_set
+
+    def root_within(self, process_set: ProcessSet) -> Any:
+        """Returns the root of a fit on a process set; raises if the callback cannot act there."""
         if self.acts_on_job:
             raise errors.ArgumentError(
                 runtime.where(),
@@ -55,12 +59,12 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
                 f"a {type(self).__name__} that {self.acts_on_job}",
                 "Omit it, or train on all ranks.",
             )
-        self.process_set = process_set
         comm, root = runtime.communicator(process_set), self.root_rank
         if root == 0 and 0 not in comm.ranks:
-            self.root_rank = comm.ranks[0]
-        elif root is not None:
+            return comm.ranks[0]
+        if root is not None:
             comm.index_of_root(root)
+        return root
 
     def asks(self, appended: Sequence[keras.callbacks.Callback]) -> Any:
         """Returns what this rank tells the others, given the callbacks that a user has appended."""

@@ -20,7 +20,7 @@ from keras_dist.data import epochs
 from keras_dist.training import random_generators
 from keras_dist.training.copies import complete, move_outwards
 from keras_dist.training.distributed import distributed_optimizers
-from keras_dist.training.fit_session import is_evaluated_together, running_in
+from keras_dist.training.fit_session import is_evaluated_together, running_in, steps_of_call
 from keras_dist.training.global_losses import Step, with_rows, within
 from keras_dist.training.model_state import optimizers_of
 from keras_dist.training.rounds_in_fit import count_steps
@@ -71,7 +71,10 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
     model.__dict__[TRACED_FOR] = traced_for
     if any(reduction.rounds is not None for reduction in every):
         count_steps(model, is_made=not hasattr(model.train_function, WRAPPED))
-    recorded = functools.partial(_engine.tracing.step, model.steps_per_execution)
+
+    def recorded() -> Any:
+        return _engine.tracing.step(steps_of_call(model))
+
     losses = functools.partial(within, Step(every[0], has_equal_batches), model)
     contexts = [recorded, losses, random_generators.in_step]
     wrap_train_function(model, *contexts, *([] if in_step is None else [in_step]))

@@ -15,9 +15,15 @@ class _State:
     listener: Listener | None = None
 
 
-def set_listener(listener: Listener | None) -> None:
+def set_listener(listener: Listener) -> None:
     """Sets the function that receives the notices of all ranks; drops a pending notice."""
     _State.notice, _State.listener = None, listener
+
+
+def remove_listener(listener: Listener) -> None:
+    """Removes a function, unless another one has taken its place."""
+    if _State.listener == listener:
+        _State.notice = _State.listener = None
 
 
 def has_listener() -> bool:

@@ -6,6 +6,7 @@ compare their records only after a fault.
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,7 @@ class Progress:
 
 
 _progress = Progress()
+_thread = threading.local()  # its tasks: threads may run fits at the same time
 
 
 def progress() -> Progress:
@@ -54,11 +56,13 @@ def during(task: str) -> Iterator[None]:
     if not _progress.tasks:
         _progress.begin()
     _progress.tasks.append(task)
+    _own_tasks().append(task)
     with spans.task(task):
         try:
             yield
         finally:
             _progress.tasks.remove(task)
+            _own_tasks().pop()
             if not _progress.tasks:
                 spans.end_epoch()
                 _progress.epoch, _progress.updates = None, 0
@@ -71,8 +75,13 @@ def is_during(task: str) -> bool:
 
 
 def is_nested(task: str) -> bool:
-    """Returns whether a task runs within another one of the same name."""
-    return _progress.tasks.count(task) > 1
+    """Returns whether a task of this thread runs within another one of the same name."""
+    return _own_tasks().count(task) > 1
+
+
+def _own_tasks() -> list[str]:
+    tasks: list[str] = vars(_thread).setdefault("tasks", [])
+    return tasks
 
 
 def begin_epoch(epoch: int) -> None:

@@ -106,7 +106,7 @@ def test_a_slice_that_cannot_be_reduced_beside_a_notice_is_an_error_on_all_nodes
         with pytest.raises(errors.RankError, match="every rank to reduce its slice"):
             fused([mine])
     finally:
-        _engine.piggyback.set_listener(None)
+        _engine.piggyback.remove_listener(stop)
         monkeypatch.undo()
     np.testing.assert_array_equal(fused([mine])[0], expected)
 
@@ -183,7 +183,7 @@ def test_gradients_arrive_beside_a_notice(count):
         assert notices == ["stop"]
         np.testing.assert_array_equal(fused([mine])[0], expected)
     finally:
-        _engine.piggyback.set_listener(None)
+        _engine.piggyback.remove_listener(notices.extend)
 
 
 @pytest.mark.parametrize("op", ["average", "sum", "product", "min", "max"])

@@ -27,6 +27,7 @@ from keras_dist.callbacks import (
     RootConsoleCallback,
 )
 from keras_dist.callbacks.broadcast import hyperparameters
+from keras_dist.training.fit_session import running_in
 
 pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows")
 
@@ -87,6 +88,61 @@ def test_a_list_without_parameters_takes_part_in_a_loop(shared_tmp_path):
     assert int(model.optimizer.iterations) == 3
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
     assert (shared_tmp_path / "model.keras").exists()
+
+
+def unbuilt():
+    """A model that is not built, with weights that differ between ranks once it is."""
+    keras.utils.set_random_seed(keras_dist.rank())
+    model = keras.Sequential([keras.layers.Dense(CLASSES, activation="softmax")])
+    sgd = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(sgd, "sparse_categorical_crossentropy")
+    return model
+
+
+def test_a_loop_begins_with_the_roots_weights_where_its_first_step_builds_the_model():
+    model = unbuilt()
+    callbacks = keras.callbacks.CallbackList(keras_dist.callbacks(), model=model)
+    callbacks.on_train_begin()
+    callbacks.on_epoch_begin(0)
+    for batch in range(2):
+        callbacks.on_train_batch_begin(batch)
+        logs = model.train_on_batch(*make_data(4, seed=keras_dist.rank()), return_dict=True)
+        callbacks.on_train_batch_end(batch, logs)
+    callbacks.on_epoch_end(0)
+    callbacks.on_train_end()
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert int(model.optimizer.iterations) == 2
+
+
+def test_a_step_of_the_users_that_builds_the_model_of_a_loop_is_refused():
+    if keras_dist.size() == 1:
+        return
+    model = unbuilt()
+    callbacks = keras.callbacks.CallbackList(keras_dist.callbacks(), model=model)
+    callbacks.on_train_begin()
+    callbacks.on_epoch_begin(0)
+    callbacks.on_train_batch_begin(0)
+    model(make_data(4)[0])
+    with pytest.raises(errors.UsageError, match=r"Call model\.build"):
+        callbacks.on_train_batch_end(0)
+
+
+def test_a_loop_that_raises_leaves_no_session():
+    model = distributed()
+    kept = keras.callbacks.CallbackList(keras_dist.callbacks(), model=model)
+
+    def train(callbacks):
+        callbacks.on_train_begin()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(keras.callbacks.CallbackList(keras_dist.callbacks(), model=model))
+    assert running_in(model) is None
+    with pytest.raises(ZeroDivisionError):
+        train(kept)
+    kept.on_train_begin()
+    kept.on_train_end()
+    assert running_in(model) is None
 
 
 # --- Broadcast

@@ -1,5 +1,7 @@
 """Trials on process sets train side by side: each set averages, stops and saves by itself."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from small_training import assert_close, make_data, make_model, weights_of
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint, ShardedCheckpoint
+
+SGD = keras.optimizers.SGD
 
 pytestmark = pytest.mark.jobs("training", "torch-3", "torch-4", "jax-2")
 
@@ -43,7 +47,7 @@ def data_of(trial):
 
 
 def model_of(trial, **options):
-    sgd = keras.optimizers.SGD(rate_of(trial), momentum=0.9)
+    sgd = SGD(rate_of(trial), momentum=0.9)
     return make_model(keras_dist.DistributedOptimizer(sgd, process_set=trial), **options)
 
 
@@ -61,7 +65,7 @@ def test_each_set_trains_like_one_process(trial):
     if trial.rank() == 1:
         model.set_weights([weight + 1 for weight in weights_of(model)])
     history = fit(model, own, trial, epochs=epochs).history
-    alone = make_model(keras.optimizers.SGD(rate_of(trial), momentum=0.9), metrics=["accuracy"])
+    alone = make_model(SGD(rate_of(trial), momentum=0.9), metrics=["accuracy"])
     options = {"validation_data": whole, "shuffle": False, "verbose": 0}
     expected = alone.fit(*whole, BATCH * trial.size(), epochs, **options).history
     assert_close(weights_of(model), weights_of(alone))
@@ -131,9 +135,49 @@ def test_evaluation_is_that_of_the_set(trial):
     np.testing.assert_allclose(found, make_model().evaluate(*whole, verbose=0), rtol=1e-5)
 
 
+def test_a_callback_of_the_user_may_then_train_on_all_ranks(trial, shared_tmp_path):
+    _, own = data_of(trial)
+    backup = BackupAndRestore(shared_tmp_path / "backup" / str(trial.ranks[0]))
+    fit(model_of(trial), own, trial, backup, epochs=1)
+    assert (backup.root_rank, backup.process_set) == (0, None)
+    model = make_model(keras_dist.DistributedOptimizer(SGD(0.1)))
+    model.fit(*own, batch_size=BATCH, verbose=0, callbacks=keras_dist.callbacks(backup))
+    assert len(set(keras_dist.allgather_object(weights_of(model)[0].tobytes()))) == 1
+
+
+class Calls(keras.callbacks.Callback):
+    """Calls functions at the begin of training."""
+
+    def __init__(self, *functions):
+        super().__init__()
+        self.functions = functions
+
+    def on_train_begin(self, logs=None):
+        for function in self.functions:
+            function()
+
+
+def test_fits_of_two_threads_have_ranks_of_their_own(trial):
+    _, own = data_of(trial)
+    begun, goes_on = threading.Event(), threading.Event()
+    waits = Calls(begun.set, lambda: goes_on.wait(100))
+    beside, everywhere = model_of(trial), make_model(keras_dist.DistributedOptimizer(SGD(0.1)))
+    thread = threading.Thread(target=fit, args=(beside, own, trial), kwargs={"appended": [waits]})
+    starts = Calls(thread.start, lambda: begun.wait(100))
+    callbacks = keras_dist.callbacks(starts)
+    everywhere.fit(*own, batch_size=BATCH, epochs=2, verbose=0, callbacks=callbacks)
+    goes_on.set()
+    thread.join(100)
+    assert not thread.is_alive()
+    keras_dist.verify_replicas(everywhere)
+    alone = model_of(trial)
+    fit(alone, own, trial)
+    assert_close(weights_of(beside), weights_of(alone))
+
+
 def test_what_a_set_cannot_do_is_refused_before_the_first_step(trial):
     _, own = data_of(trial)
-    everywhere = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    everywhere = make_model(keras_dist.DistributedOptimizer(SGD(0.1)))
     with pytest.raises(errors.ArgumentError, match="averages over the ranks of the callbacks"):
         fit(everywhere, own, trial)
     with pytest.raises(errors.ArgumentError, match="on_failure='stop' with a process_set"):

@@ -72,6 +72,16 @@ def reference(make_inner, rate, momentum, epochs=1, normalized=False):
     return anchors
 
 
+@pytest.mark.skipif(BACKEND == "torch", reason="has no steps_per_execution")
+def test_train_on_batch_takes_one_step_of_a_round_whatever_an_execution_has():
+    model = make(local(SGD(0.1), 3), steps_per_execution=2)
+    equal = []
+    for x, y in batches_of(keras_dist.rank())[:3]:
+        model.train_on_batch(x, y)
+        equal.append(agreed([to_numpy(w).tobytes() for w in model.weights]))
+    assert equal == [keras_dist.size() == 1] * 2 + [True]
+
+
 @pytest.mark.parity("local steps: rounds of `fit` equal those computed by numpy: {name}")
 @pytest.mark.parametrize(
     "name, outer, rate, momentum",
