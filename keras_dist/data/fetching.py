@@ -1,13 +1,12 @@
 """Atomic copies of files, directories and downloads into a cache. Independent of ranks.
 
 The entries of a user are in a directory of the cache that only this user can access. An entry is a
-directory for one version of its source: a changed source gets another entry. It records digests of
-its files, which are compared at every use. A process that uses an entry holds a lock on it as long
-as it lives, and so do its forks; a later request for the source removes entries of older versions
-without a lock.
+directory for one version of its source: a changed source gets another entry. It records the sizes
+and times of its files, which are compared at every use. A process that uses an entry holds a lock
+on it as long as it lives, and so do its forks; a later request for the source removes entries of
+older versions without a lock.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
@@ -30,7 +29,6 @@ from urllib.parse import urlsplit
 from keras_dist.storage.ownership import describe, find_unsafe, is_private_directory, private_name
 
 CHUNK_NBYTES = 1 << 20
-THREADS = 8  # a disk is faster than one thread that hashes
 POLL_SECONDS = 0.5
 TIMEOUT_SECONDS = 60.0  # without data from a server
 NOTE = "note.json"
@@ -64,11 +62,8 @@ class Fetch:
 
     def __post_init__(self) -> None:
         self.done_nbytes = self.total_nbytes = 0
-        self.doing = "caching"
         self.fetched = False  # whether it was copied by `run`
         self.stop = threading.Event()
-        self._counting = threading.Lock()
-        self._digests: dict[Path, str] = {}  # of copied files
         self._key = _digest([self.source, self.sha256, self.unpack])
         self._own_dir = self.cache_dir / private_name()
         self._entry = self._own_dir / self._key
@@ -100,7 +95,6 @@ class Fetch:
             self._entry = self._own_dir / name
             self._remove_unused()
             if not self._is_valid():
-                self.doing, self.done_nbytes, self.total_nbytes = "caching", 0, 0
                 made = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=self._own_dir))
                 try:
                     self._fill(made)
@@ -135,16 +129,12 @@ class Fetch:
             lock.release()
 
     def _is_valid(self) -> bool:
-        """Returns whether the entry exists and has its recorded digests."""
+        """Returns whether the entry exists and has its files as they were copied."""
         if not os.path.lexists(self._entry):
             return False
         self._check_owner()
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            recorded = json.loads((self._entry / NOTE).read_text())["contents"]
-            statuses = (path.lstat() for path in _walk(self.path))
-            self.doing = "verifying"
-            self.total_nbytes = sum(each.st_size for each in statuses if stat.S_ISREG(each.st_mode))
-            if self._contents_of(self.path) == recorded:
+            if json.loads((self._entry / NOTE).read_text())["contents"] == _contents(self.path):
                 return True
         _log.warning("%s has changed since it was copied: it is copied again.", self.path)
         return False
@@ -157,44 +147,6 @@ class Fetch:
             expected = f"{other}, in the cache, to belong to this user and not to be a link"
             remedy = f"Find out who has made it, and remove {self._entry}."
             raise NotOwnError(expected, other, remedy)
-
-    def _contents_of(self, root: Path) -> dict[str, str]:
-        """Returns the digest, or the kind of another entry, of each path below a root."""
-        found: dict[str, str] = {}
-        unread = []
-        for path in _walk(root):
-            name, mode = path.relative_to(root).as_posix(), path.lstat().st_mode
-            if stat.S_ISDIR(mode):
-                found[name] = "directory"
-            elif stat.S_ISLNK(mode):
-                found[name] = f"link to {os.readlink(path)}"
-            elif not stat.S_ISREG(mode):
-                raise OSError(f"{path} is neither a file nor a directory")
-            elif path in self._digests:
-                found[name] = self._digests[path]
-            else:
-                unread.append(name)
-
-        def read(names: list[str]) -> dict[str, str]:
-            return {name: self._digest_of(root / name) for name in names}
-
-        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            for digests in pool.map(read, [unread[n::THREADS] for n in range(THREADS)]):
-                found |= digests
-        return found
-
-    def _digest_of(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while chunk := file.read(CHUNK_NBYTES):
-                digest.update(chunk)
-                self._count(len(chunk))
-        return digest.hexdigest()
-
-    def _count(self, nbytes: int) -> None:
-        self._check_stop()
-        with self._counting:
-            self.done_nbytes += nbytes
 
     def _fill(self, folder: Path) -> None:
         target = folder / self.name
@@ -210,18 +162,16 @@ class Fetch:
             archive.unlink()
         else:
             self._copy(target)
-        done = self.done_nbytes  # unpacked files have other sizes
-        (folder / NOTE).write_text(json.dumps({"contents": self._contents_of(target)}))
-        self.done_nbytes = done
+        (folder / NOTE).write_text(json.dumps({"contents": _contents(target)}))
 
     def _copy(self, target: Path) -> None:
         """Copies the source to a file, and checks it."""
+        digest = hashlib.sha256()
         with self._opened() as file, open(target, "xb") as copy:
-            digest = self._copy_bytes(file, copy)
+            self._copy_bytes(file, copy, digest if self.sha256 else None)
         self._check_length()
-        if self.sha256 not in (None, digest):
-            raise OSError(f"its SHA-256 is {digest} and not {self.sha256}")
-        self._digests[target] = digest
+        if self.sha256 not in (None, digest.hexdigest()):
+            raise OSError(f"its SHA-256 is {digest.hexdigest()} and not {self.sha256}")
 
     def _check_length(self) -> None:
         if self.total_nbytes and self.done_nbytes != self.total_nbytes:
@@ -240,18 +190,17 @@ class Fetch:
 
     def _copy_one(self, source: str, target: str) -> None:
         with open(source, "rb") as file, open(target, "xb") as copy:
-            self._digests[Path(target)] = self._copy_bytes(file, copy)
+            self._copy_bytes(file, copy)
 
-    def _copy_bytes(self, file: BinaryIO, copy: BinaryIO) -> str:
-        digest = hashlib.sha256()
+    def _copy_bytes(self, file: BinaryIO, copy: BinaryIO, digest: Any = None) -> None:
         while chunk := file.read(CHUNK_NBYTES):
             self._check_stop()
-            digest.update(chunk)
+            if digest is not None:
+                digest.update(chunk)
             copy.write(chunk)
             self.done_nbytes += len(chunk)
         copy.flush()
         os.fsync(copy.fileno())
-        return digest.hexdigest()
 
     def _publish(self, made: Path) -> None:
         """Renames the complete copy to the entry, in place of a damaged one."""
@@ -315,6 +264,22 @@ def _walk(root: Path) -> Iterator[Path]:
         return
     for folder, directories, files in os.walk(root, onerror=_raise):
         yield from (Path(folder, name) for name in (*directories, *files))
+
+
+def _contents(root: Path) -> dict[str, str]:
+    """Returns what each path below a root is: for a file its size and time."""
+    found: dict[str, str] = {}
+    for path in _walk(root):
+        name, status = path.relative_to(root).as_posix(), path.lstat()
+        if stat.S_ISDIR(status.st_mode):
+            found[name] = "directory"
+        elif stat.S_ISLNK(status.st_mode):
+            found[name] = f"link to {os.readlink(path)}"
+        elif not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is neither a file nor a directory")
+        else:
+            found[name] = f"{status.st_size} bytes of {status.st_mtime_ns}"
+    return found
 
 
 def _raise(error: OSError) -> None:

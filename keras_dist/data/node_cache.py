@@ -36,8 +36,8 @@ def cached(
     they have ended, removes it.
 
     The copies of a user are in a directory of `cache_dir` that only this user can access; files of
-    other users are refused. The digests of all files are recorded with the copy. At every later use
-    they are compared, which reads all files, and a changed copy is made again, with a warning.
+    other users are refused. Sizes and modification times of all files are recorded with the copy
+    and compared at every later use; a changed copy is made again, with a warning.
 
     Collective: every rank, with the same arguments except `cache_dir`; blocks as long as it takes.
     An error on one node is raised on all ranks.
@@ -191,14 +191,13 @@ def _bar(fetch: Fetch) -> Iterator[Callable[[Sequence[_Report]], None]]:
         nonlocal printed
         total = sum(report.total_nbytes for report in reports)
         done = sum(report.done_nbytes for report in reports)
-        label = f"{fetch.doing} {fetch.name}"
-        bar.update(task, description=label, total=total or None, completed=done)
+        bar.update(task, total=total or None, completed=done)
         now = time.monotonic()
         if not is_terminal and runtime.rank() == 0 and now - printed >= LINE_SECONDS:
             printed = now
             of_all = f" of {total / 1e6:,.1f}" if total else ""
             line = f"{done / 1e6:,.1f}{of_all} MB after {now - began:.0f} s"
-            print(f"keras_dist: {label}: {line}", flush=True)
+            print(f"keras_dist: caching {fetch.name}: {line}", flush=True)
 
     with bar:
         yield show
