@@ -56,19 +56,25 @@ def to_text(jobs: Sequence[Job]) -> bytes:
     return generate_latest(registry)
 
 
+def _names(jobs: Sequence[Job]) -> list[str]:
+    """Returns a name of its own for each job; of equal names the earliest job keeps the name."""
+    first = {job.name: job for job in sorted(jobs, key=lambda job: -job.started)}
+    return [job.name if first[job.name] is job else f"{job.name} ({job.pid})" for job in jobs]
+
+
 class _Collector(Collector):
     def __init__(self, jobs: Sequence[Job]):
-        self._jobs = jobs
+        self._jobs = list(zip(_names(jobs), jobs, strict=True))
         self._rows = [
-            ([job.name, str(row.report.rank), row.report.host], row)
-            for job in jobs
+            ([name, str(row.report.rank), row.report.host], row)
+            for name, job in self._jobs
             for row in job.rows
         ]
 
     def collect(self) -> Iterator[Metric]:
         ranks = GaugeMetricFamily("keras_dist_ranks", "Ranks of the job.", labels=["job_name"])
-        for job in self._jobs:
-            ranks.add_metric([job.name], len(job.rows))
+        for name, job in self._jobs:
+            ranks.add_metric([name], len(job.rows))
         yield ranks
         for name, text in HELP.items():
             kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily

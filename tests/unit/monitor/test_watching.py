@@ -1,6 +1,7 @@
 """Watching a job: the state of a rank, its display, server and discovery."""
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import math
@@ -16,7 +17,7 @@ import urllib.request
 import pytest
 
 from keras_dist import errors
-from keras_dist.monitor import gpu
+from keras_dist.monitor import gpu, prometheus
 from keras_dist.monitor.endpoints import serving_at_socket
 from keras_dist.monitor.report import Job, Report
 from keras_dist.monitor.server import Server
@@ -136,6 +137,19 @@ def test_requests_only_read(endpoint, method):
     )
     with pytest.raises(urllib.error.HTTPError, match="501"):
         urllib.request.urlopen(asked, timeout=20)
+
+
+def test_figures_of_jobs_with_one_name_are_series_of_their_own():
+    jobs = [
+        dataclasses.replace(a_job(), pid=pid, started=started) for pid, started in [(8, 2), (7, 1)]
+    ]
+    lines = [line for line in prometheus.to_text(jobs).decode().splitlines() if line[0] != "#"]
+    series = [line.rpartition(" ")[0] for line in lines]
+    assert len(set(series)) == len(series)
+    assert [name for name in series if name.startswith("keras_dist_ranks")] == [
+        'keras_dist_ranks{job_name="train.py (8)"}',
+        'keras_dist_ranks{job_name="train.py"}',
+    ]
 
 
 def test_one_port_has_the_page_the_job_and_its_figures(endpoint):
