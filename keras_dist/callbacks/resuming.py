@@ -19,9 +19,8 @@ from keras_dist.callbacks.verification import ENDING, are_replicas, verify_befor
 from keras_dist.data import epochs
 from keras_dist.data.fit_data import restarted
 from keras_dist.resume import state
-from keras_dist.resume.compression_errors import CompressionErrors
 from keras_dist.resume.format import REMEDY
-from keras_dist.resume.own_steps import OwnSteps
+from keras_dist.resume.rank_states import CompressionErrors, OwnSteps
 from keras_dist.resume.stores import Store
 from keras_dist.training.fit_session import FitSession, is_stopped
 from keras_dist.training.model_state import has_weights, shared_state

@@ -9,7 +9,7 @@ from small_training import BATCH, make_data, make_model
 import keras_dist
 from keras_dist import LocalSteps
 from keras_dist.callbacks import BackupAndRestore, ShardedCheckpoint
-from keras_dist.resume.own_steps import OwnSteps
+from keras_dist.resume.rank_states import OwnSteps
 from keras_dist.training.model_state import state_of_steps, to_numpy
 
 pytestmark = pytest.mark.jobs("training", "jax-2-rows", "openmpi-3")

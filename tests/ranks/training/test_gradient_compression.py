@@ -212,7 +212,7 @@ def test_a_resumed_fit_has_the_same_bits(method, kind, shared_tmp_path):
 
 
 def test_errors_of_another_number_of_ranks_are_divided():
-    from keras_dist.resume.compression_errors import CompressionErrors
+    from keras_dist.resume.rank_states import CompressionErrors
 
     model = make(METHODS["topk"])
     fit(model, epochs=1)

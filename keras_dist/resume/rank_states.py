@@ -1,15 +1,46 @@
-"""What ranks have not sent of their gradients, in generations."""
+"""What each rank has of its own because of options of its optimizers, in generations."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_dist import _engine, runtime
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist.resume.state import own
 from keras_dist.training.distributed import distributed_optimizers
+from keras_dist.training.model_state import accumulators_of_steps, state_of_steps, to_numpy
 from keras_dist.training.rank_gradients import key_of
+
+
+class OwnSteps:
+    """The state of the optimizers of each rank; a job of another size averages it.
+
+    Gradients that wait for the next update are lost in a job of another size.
+    """
+
+    key = "local steps"
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+
+    def give(self) -> Any:
+        return [to_numpy(variable) for variable in self._variables()]
+
+    def take(self, states: Sequence[Any]) -> bool:
+        variables = self._variables()
+        if len(states) == runtime.fit_size():
+            for variable, value in zip(variables, own(states), strict=True):
+                variable.assign(value)
+            return True
+        for variable, *values in zip(state_of_steps(self._model), *states, strict=False):
+            is_float = keras.backend.is_float_dtype(variable.dtype)
+            variable.assign(np.mean(values, axis=0) if is_float else values[0])
+        return True
+
+    def _variables(self) -> list[Any]:
+        return [*state_of_steps(self._model), *accumulators_of_steps(self._model)]
 
 
 class CompressionErrors:
