@@ -9,6 +9,9 @@ from pathlib import Path
 # Printed by Open MPI's mpiexec when it fails before it starts a rank, which happens rarely.
 NOT_STARTED = "PMIx server's listener thread failed"
 
+# A job that takes longer hangs. A machine that is slow or has much to do needs some of it.
+HANG_SECONDS = 300
+
 # The launcher, as the command `keras-dist run`.
 RUN = [sys.executable, "-m", "keras_dist.launch.cli", "run"]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -18,12 +21,17 @@ BARE = (Path(__file__).parent / "faults" / "scripts" / "bare.py").read_text()
 
 def lean(*needed, **variables):
     """Returns the environment of a job that imports only the `needed` optional packages."""
+    return {**os.environ, **lean_variables(*needed, **variables)}
+
+
+def lean_variables(*needed, **variables):
+    """Returns the variables of `lean` that this process does not have."""
     environment = {**os.environ, **variables}
     # TensorFlow imports JAX if it is installed, and Keras imports TensorFlow on all backends.
     used = {*needed, environment.get("KERAS_BACKEND", "tensorflow")}
     folders = [str(Path(__file__).with_name("lean")), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    return {**environment, "LEFT_OUT": " ".join({"jax", "sklearn", "tensorflow"} - used)}
+    left_out = " ".join({"jax", "sklearn", "tensorflow"} - used)
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, folders)), "LEFT_OUT": left_out}
 
 
 def script(text):

@@ -1,11 +1,10 @@
 """Ranks in the workers of a real Dask cluster on this host."""
 
 import os
-import sys
 
 import distributed
 import pytest
-from start_jobs import launcher
+from start_jobs import launcher, lean_variables
 
 import keras_dist.dask
 from keras_dist import errors
@@ -15,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(len(launcher()) > 1, reason="needs MPICH"),
 ]
 
-TORCH = {"KERAS_BACKEND": "torch"}
+TORCH = lean_variables(KERAS_BACKEND="torch")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +29,6 @@ def client():
 
 
 def train(end="returns"):
-    # Keras imports them if they are there.
-    sys.modules.update(dict.fromkeys(["tensorflow", "jax", "sklearn"]))
     import keras_dist
 
     keras_dist.init()

@@ -9,7 +9,7 @@ from unittest import mock
 
 import cloudpickle
 import pytest
-from start_jobs import launcher
+from start_jobs import launcher, lean_variables
 
 from keras_dist import errors
 
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-TORCH = {"KERAS_BACKEND": "torch"}
+TORCH = lean_variables(KERAS_BACKEND="torch")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,7 +56,6 @@ def session():
 
 
 def train(end="returns"):
-    sys.modules.update(dict.fromkeys(["tensorflow", "jax", "sklearn"]))  # Keras imports them
     import keras_dist
 
     keras_dist.init()
