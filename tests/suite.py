@@ -14,6 +14,7 @@ No slow test and no job begins after the time in SLOW_UNTIL, in seconds since th
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,6 +193,7 @@ class Suite:
         self.parts: list[tuple[str, str, float]] = []
         self._counts = {"passed": 0, "failed": 0}
         self._again: list[str] = []
+        self._began = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix="keras_dist-tests-"))
         self.records = self._folder / "records"
         self.records.mkdir()
@@ -248,12 +250,14 @@ class Suite:
             self._count(lines, outcome.startswith("FAILED"))
         return status
 
-    def run_here(self, name: str, *arguments: object, lean: bool = False) -> None:
-        """Runs tests that start their own jobs."""
+    def run_here(
+        self, name: str, *arguments: object, lean: bool = False, quiet: bool = False
+    ) -> None:
+        """Runs tests that start their own jobs; see `run` for `quiet`."""
         environment = (
             lean_environment(self._environment, "sklearn jax") if lean else self._environment
         )
-        self.run(name, [*pytest_of("mpich"), *arguments, *self._options], environment)
+        self.run(name, [*pytest_of("mpich"), *arguments, *self._options], environment, quiet)
 
     def run_job(
         self, name: str, tests: Iterable[object], quiet: bool = False, marked: str = ""
@@ -310,6 +314,7 @@ class Suite:
         print("\n=== where the time went")
         for name, outcome, seconds in self.parts:
             print(f"{name:28} {outcome:14} {seconds:5.0f} s")
+        print(f"{'all, some side by side':43} {time.monotonic() - self._began:5.0f} s")
         listed = self._folder / "not-tested"
         if listed.exists():  # what this machine lacks
             print("\n".join(sorted(set(listed.read_text().splitlines()))))
@@ -348,23 +353,32 @@ def run_everything(suite: Suite, is_short: bool) -> None:
     short = ["-m", "short"] if is_short else []
     # One rank needs one core, and tests of one process another.
     alone = [name for name, job in jobs.items() if job.ranks == 1]
-    others = threading.Thread(
-        target=lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]
-    )
-    others.start()
     marks = ["-m", NOT_SLOW] if is_short else ["--deselect", ON_PAGES]
-    suite.run_here("one process", *workers(2), "tests/unit", "tests/house", *marks)
-    others.join()
-    # Tests that start jobs mostly wait. Only the whole set makes the fault table.
-    suite.run_here("jobs", *workers(3), *ONCE_MORE, "tests/jobs", "tests/hosts", *short)
+    with beside(lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]):
+        suite.run_here("one process", *workers(2), "tests/unit", "tests/house", *marks)
+    # Tests that start jobs mostly wait, those of tests/hosts for minutes: they come first. Only the
+    # whole set makes the fault table.
+    of_jobs = [*workers(3), *ONCE_MORE, "tests/hosts", "tests/jobs", *short]
     table = ["--fault-table", "check"] if suite.is_whole else []
-    suite.run_here("faults", *workers(4), *ONCE_MORE, "tests/faults", *table, *short, lean=True)
+    with beside(lambda: suite.run_here("jobs", *of_jobs, quiet=True)):
+        suite.run_here("faults", *workers(3), *ONCE_MORE, "tests/faults", *table, *short, lean=True)
     for name, job in jobs.items():
         if job.ranks > 1 and time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
             suite.run_job(name, files_of(name), marked=job.short if is_short else job.marked)
         elif job.ranks > 1:
             suite.parts.append((name, "FAILED (no time is left)", 0.0))
     suite.check_pages()
+
+
+@contextlib.contextmanager
+def beside(call: Callable[[], object]) -> Iterator[None]:
+    """Calls a function in another thread during the context, and waits for its end."""
+    other = threading.Thread(target=call)
+    other.start()
+    try:
+        yield
+    finally:
+        other.join()
 
 
 def workers(count: int) -> list[object]:
