@@ -104,7 +104,7 @@ JOBS = {
     "jax-2": Job(2, "jax", short=f"exactness and {NOT_SLOW}"),
     "jax-3": Job(3, "jax", variables=OPTIMIZED),
     "torch-2": Job(2, "torch", short=NOT_SLOW),
-    "torch-3": Job(3, "torch"),
+    "torch-3": Job(3, "torch", marked=""),  # slow ones as well
     "double-tensorflow-2": double(2, "tensorflow", slow=True),
     "double-jax-2": double(2, "jax", slow=True),
     "double-torch-2": double(2, "torch", slow=True),
@@ -113,14 +113,10 @@ JOBS = {
     # tests of checkpoints and the engine.
     "openmpi-2": Job(2, library="openmpi"),
     "openmpi-3": Job(3, library="openmpi"),
-    "slow-3": Job(3, "torch", marked="slow"),
-    "jax-2-rest": Job(2, "jax", recorded=False),
     "training-double-torch-2": double(2, "torch", slow=False),
 }
 # Names for several jobs.
 GROUPS = {
-    # JAX compiles for minutes: tests without a row in docs/backends.md run with --all only.
-    "jax-2-rows": ("jax-2", "jax-2-rest"),
     "training": ("tensorflow-2", "torch-2", "training-double-torch-2"),
     # What runs on the host alone, wherever the arrays of a model are.
     "hooks": ("tensorflow-2", "torch-2"),
@@ -135,18 +131,9 @@ GROUPS = {
 }
 
 
-def runs_in(job: str, named: Iterable[str], has_row: bool) -> bool:
-    """Returns whether a test runs in a job.
-
-    Args:
-        job: name of the job.
-        named: what the marks of the test name.
-        has_row: whether it shows a row of docs/backends.md.
-    """
-    names = set(named)
-    if "jax-2-rows" in names:
-        names = names - {"jax-2-rows"} | {"jax-2" if has_row or "jax-2" in names else "jax-2-rest"}
-    return job in names or any(job in GROUPS.get(name, ()) for name in names)
+def runs_in(job: str, named: Iterable[str]) -> bool:
+    """Returns whether a test whose marks name some jobs runs in one."""
+    return any(job in (name, *GROUPS.get(name, ())) for name in named)
 
 
 def files_of(job: str) -> list[Path]:

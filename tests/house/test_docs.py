@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pages
 import pytest
+from start_jobs import HANG_SECONDS
 
 from keras_dist import config
 
@@ -16,7 +17,7 @@ ROOT = pages.ROOT
 
 @pytest.mark.slow
 def test_python_on_the_pages_and_in_docstrings_runs(run_ranks, tmp_path):
-    ended = run_ranks(2, Path(pages.__file__), cwd=tmp_path, timeout=600)
+    ended = run_ranks(2, Path(pages.__file__), cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout[-5000:]
     texts = [*((path, path.read_text()) for path in pages.pages()), *pages.docstrings()]
     expected = [str(path) for path, text in texts if pages.pieces(text)]
@@ -32,7 +33,7 @@ def test_python_that_starts_ranks_runs(tmp_path):
         if pages.place(code) == "outside"
     ]
     for path, code in found:
-        ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=120)
+        ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=HANG_SECONDS)
         assert ended.returncode == 0, path
 
 

@@ -250,4 +250,4 @@ def test_rows_of_tables_and_differences_are_recorded(run_tests, tmp_path, monkey
 
 def test_slow_tests_on_ranks_are_run_by_the_suite():
     slow = {path for path in suite.rank_files() if "mark.slow" in path.read_text()}
-    assert slow == set(suite.files_of("slow-3"))
+    assert slow <= set(suite.files_of("torch-3")) and not suite.JOBS["torch-3"].marked

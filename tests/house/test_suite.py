@@ -21,17 +21,10 @@ def test_a_file_without_known_jobs_is_an_error(tmp_path, text):
 
 
 def test_marks_add_jobs():
-    assert runs_in("torch-2", ["training", "torch-3"], has_row=False)
-    assert runs_in("torch-3", ["training", "torch-3"], has_row=False)
-    assert not runs_in("torch-3", ["training"], has_row=False)
+    assert runs_in("torch-2", ["training", "torch-3"])
+    assert runs_in("torch-3", ["training", "torch-3"])
+    assert not runs_in("torch-3", ["training"])
     assert set(GROUPS["training"]) <= {*JOBS}
-
-
-@pytest.mark.parametrize("has_row", [True, False])
-def test_tests_without_a_row_repeat_on_jax(has_row):
-    assert runs_in("jax-2", ["jax-2-rows"], has_row) == has_row
-    assert runs_in("jax-2-rest", ["jax-2-rows"], has_row) != has_row
-    assert runs_in("jax-2", ["jax-2-rows", "jax-2"], has_row)
 
 
 @pytest.mark.parametrize("fails", [True, False])

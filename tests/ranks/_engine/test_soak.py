@@ -15,7 +15,7 @@ from test_shared_memory import entries
 import keras_dist
 from keras_dist import runtime
 
-pytestmark = pytest.mark.jobs("engine", "torch-3", "slow-3")
+pytestmark = pytest.mark.jobs("engine", "torch-3")
 
 OPERATIONS = 10_000
 WARM = 3_000  # every pool has its final size by then

@@ -29,7 +29,7 @@ from keras_dist.callbacks import (
 from keras_dist.callbacks.broadcast import hyperparameters
 from keras_dist.training.fit_session import running_in
 
-pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2")
 
 
 def part(*arrays):

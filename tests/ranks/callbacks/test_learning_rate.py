@@ -12,7 +12,7 @@ from keras_dist.callbacks import (
     LearningRateWarmupCallback,
 )
 
-pytestmark = pytest.mark.jobs("hooks", "jax-2-rows")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
 
 
 class Rates(keras.callbacks.Callback):

@@ -10,7 +10,7 @@ import keras_dist
 from keras_dist import _engine
 from keras_dist.callbacks import MetricAverageCallback
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 BACKEND = keras.backend.backend()
 BATCH = 4

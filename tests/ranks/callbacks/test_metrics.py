@@ -14,7 +14,7 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import MetricAverageCallback
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 BACKEND = keras.backend.backend()
 SAMPLES, CLASSES = 30, 3

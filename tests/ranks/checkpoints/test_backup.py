@@ -98,7 +98,7 @@ def test_further_optimizers_of_a_model_go_on_as_well(directory):
     assert agreed([keras.ops.convert_to_numpy(v).tobytes() for v in model.judging.variables])
 
 
-@pytest.mark.jobs("jax-2-rest", "torch-3")
+@pytest.mark.jobs("jax-2", "torch-3")
 @pytest.mark.parametrize("kind", [BackupAndRestore, ShardedCheckpoint])
 @pytest.mark.parametrize("at", [(0, 1), (1, 1)])  # after 2 and 4 of 3 + 3 passes
 def test_training_resumes_between_the_passes_of_an_update(kind, at, shared_tmp_path):

@@ -16,7 +16,7 @@ from keras_dist import errors
 from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint
 from keras_dist.callbacks import checkpoint as checkpoint_module
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows", "openmpi-2")
+pytestmark = pytest.mark.jobs("training", "jax-2", "openmpi-2")
 
 
 @pytest.mark.parity("`ModelCheckpoint` writes on the root only")

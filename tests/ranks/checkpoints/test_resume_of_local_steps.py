@@ -12,7 +12,7 @@ from keras_dist.callbacks import BackupAndRestore, ShardedCheckpoint
 from keras_dist.resume.rank_states import OwnSteps
 from keras_dist.training.model_state import state_of_steps, to_numpy
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows", "openmpi-3")
+pytestmark = pytest.mark.jobs("training", "jax-2", "openmpi-3")
 
 STEPS = 5
 

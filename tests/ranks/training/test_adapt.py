@@ -8,7 +8,7 @@ from small_training import agreed
 import keras_dist
 from keras_dist import errors
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 layers = keras.layers
 tf = pytest.importorskip("tensorflow")

@@ -12,7 +12,7 @@ from small_training import CLASSES, FEATURES, compiled, distributed, fit_rows, m
 import keras_dist
 from keras_dist import errors
 
-pytestmark = pytest.mark.jobs("hooks", "jax-2-rows")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
 
 BACKEND = keras.backend.backend()
 

@@ -19,7 +19,7 @@ EXACT = {
     "topk": Compression.topk(ratio=1.0),
 }
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 
 def make(compression, optimizer=None, wraps=lambda one: one, **options):

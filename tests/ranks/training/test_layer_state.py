@@ -13,7 +13,7 @@ from keras_dist import errors
 from keras_dist._compat.keras.models import layers_of
 from keras_dist.training import layer_state, replicas
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 layers, BACKEND = keras.layers, keras.backend.backend()
 DATA = np.arange(8, dtype="float32")[:, None] ** 2

@@ -17,7 +17,7 @@ from small_training import (
 import keras_dist
 from keras_dist import errors
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows", "double")
+pytestmark = pytest.mark.jobs("training", "jax-2", "double")
 
 BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()

@@ -12,7 +12,7 @@ import keras_dist
 from keras_dist import LocalSteps, errors
 from keras_dist.training.model_state import to_numpy
 
-pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows", "torch-3")
+pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2", "torch-3")
 
 BACKEND = keras.backend.backend()
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam

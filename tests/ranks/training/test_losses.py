@@ -11,7 +11,7 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.training import global_losses
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 backend = keras.backend.backend()
 BATCH, TOKENS, WORDS, STEPS = 4, 5, 10, 2

@@ -18,7 +18,7 @@ STEPS = 6
 SHAPES = {"trunk": (3,), "left": (4, 2), "right": (4, 2), "unused": (2,)}
 
 pytestmark = [
-    pytest.mark.jobs("training", "jax-2-rows"),
+    pytest.mark.jobs("training", "jax-2"),
     pytest.mark.filterwarnings("ignore:Gradients do not exist"),
 ]
 

@@ -28,7 +28,7 @@ from start_jobs import lean
 import keras_dist
 from keras_dist import config, errors
 
-pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2")
 
 BACKEND = keras.backend.backend()
 on_tensorflow = pytest.mark.skipif(

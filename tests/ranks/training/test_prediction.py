@@ -10,7 +10,7 @@ import tensorflow as tf
 import keras_dist
 from keras_dist import errors
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 BATCH = 4
 TOTALS = [1, 3, 9, 17, 24]  # fewer samples than ranks, rests, and full batches

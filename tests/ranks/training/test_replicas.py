@@ -9,7 +9,7 @@ import keras_dist
 from keras_dist import errors, runtime
 from keras_dist.training import model_state, replicas
 
-pytestmark = pytest.mark.jobs("training", "torch-3", "jax-2-rows", "openmpi-2")
+pytestmark = pytest.mark.jobs("training", "torch-3", "jax-2", "openmpi-2")
 
 
 def needs_two_ranks():

@@ -13,7 +13,7 @@ import pytest
 
 import keras_dist
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 BACKEND = keras.config.backend()
 SEED = 42

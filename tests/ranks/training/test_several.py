@@ -19,7 +19,7 @@ from small_training import (
 
 import keras_dist
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 BACKEND = keras.backend.backend()
 

@@ -11,7 +11,7 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.training.model_state import to_numpy
 
-pytestmark = pytest.mark.jobs("training", "jax-2-rows", "slow-3")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 SGD, Adam, AdamW = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW
 WIDTH = 301  # not a multiple of the vectors of a processor
@@ -81,6 +81,7 @@ def test_weights_have_the_bits_of_whole_updates(name):
 
 
 @pytest.mark.slow
+@pytest.mark.jobs("torch-3")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_have_the_bits_of_whole_updates(name):
     assert_same_bits(fit(make(OTHERS[name]())), fit(make(OTHERS[name](), shard_state=False)))
