@@ -342,7 +342,7 @@ def run_everything(suite: Suite, is_short: bool) -> None:
     alone = [name for name, job in jobs.items() if job.ranks == 1]
     marks = ["-m", NOT_SLOW] if is_short else ["--deselect", ON_PAGES]
     with beside(lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]):
-        suite.run_here("one process", *workers(2), "tests/unit", "tests/house", *marks)
+        suite.run_here("one process", *workers(2), "tests/house", "tests/unit", *marks)
     # Tests that start jobs mostly wait, those of tests/hosts for minutes: they come first. Only the
     # whole set makes the fault table.
     of_jobs = [*workers(3), *ONCE_MORE, "tests/hosts", "tests/jobs", *short]
