@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import suite
-from start_jobs import launcher
+from start_jobs import HANG_SECONDS, launcher
 
 # An example may take long on a busy machine. Each run has the same, so that a failure is one of the
 # change; `pytest --hypothesis-profile=thorough` has others.
@@ -114,14 +114,14 @@ def free_port():
 def run_ranks():
     """A function that runs Python with arguments on n ranks and returns the completed process."""
 
-    def run(ranks, *arguments, timeout=120, **options):
+    def run(ranks, *arguments, **options):
         return subprocess.run(
             [*launcher(), "-n", str(ranks), sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
+            timeout=HANG_SECONDS,
             **options,
         )
 

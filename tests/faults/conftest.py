@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 from endings import SCRIPTS, all_gone, left_in_shared_memory, opened
-from start_jobs import NOT_STARTED, RUN, allowed, launcher, lean, pids
+from start_jobs import HANG_SECONDS, NOT_STARTED, RUN, allowed, launcher, lean, pids
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
@@ -67,7 +67,6 @@ def job(request, tmp_path):
         *arguments,
         python=None,
         options=(),
-        timeout=90,
         leaves=None,
         tries=3,
         **variables,
@@ -85,7 +84,7 @@ def job(request, tmp_path):
         program = script if script == "-c" else SCRIPTS / script
         with opened([*start, program, *arguments], environment) as process:
             try:
-                printed, _ = process.communicate(timeout=timeout)
+                printed, _ = process.communicate(timeout=HANG_SECONDS)
                 print(printed)  # for a test that fails
                 gone_at = all_gone(folder, printed)
             finally:
@@ -94,7 +93,7 @@ def job(request, tmp_path):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         if NOT_STARTED in printed and tries > 1:
-            how = {"python": python, "options": options, "timeout": timeout, "leaves": leaves}
+            how = {"python": python, "options": options, "leaves": leaves}
             return run(ranks, script, *arguments, tries=tries - 1, **how, **variables)
         moment = folder / "fault"
         seconds = gone_at - float(moment.read_text()) if moment.exists() else None

@@ -7,14 +7,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from start_jobs import allowed, is_alive, made_by, pids
+from start_jobs import HANG_SECONDS, allowed, is_alive, made_by, pids
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
 
-def end_of(job, folder, timeout=90):
+def end_of(job, folder):
     """Waits for a job, checks that nothing of it is left, and returns its output."""
-    printed, _ = job.communicate(timeout=timeout)
+    printed, _ = job.communicate(timeout=HANG_SECONDS)
     print(printed)
     all_gone(folder, printed)
     assert not left_in_shared_memory(folder)
@@ -39,9 +39,9 @@ def end_after(act, ready, command, environment, hosts=(), within=180):
     The command ends, and no process is left on the hosts, `within` seconds after that.
     """
     with opened(command, environment) as job, ThreadPoolExecutor(1) as pool:
-        output = pool.submit(job.communicate, timeout=180)
+        output = pool.submit(job.communicate, timeout=HANG_SECONDS)
         try:
-            wait_for(lambda: ready.exists() or output.done(), 90)
+            wait_for(lambda: ready.exists() or output.done(), HANG_SECONDS)
             begin = time.monotonic()
             act()  # its errors are those of the test
             printed, _ = output.result()

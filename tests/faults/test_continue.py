@@ -187,7 +187,7 @@ def case(backend, *places, marks=()):
     ],
 )
 def test_fit_goes_on(ulfm_job, backend, kills):
-    ended = ulfm_job(4, "surviving_fit.py", "at", kills, timeout=150, KERAS_BACKEND=backend)
+    ended = ulfm_job(4, "surviving_fit.py", "at", kills, KERAS_BACKEND=backend)
     assert ended.returncode == 0, ended.stdout
     assert "ended 2 96" in ended.stdout
     assert ended.stdout.count("Epoch 4/4") == 1
@@ -203,7 +203,7 @@ def test_fit_goes_on(ulfm_job, backend, kills):
     within=15,
 )
 def test_a_job_with_too_few_ranks_ends(ulfm_job):
-    how = {"timeout": 150, "KERAS_BACKEND": "torch", "KERAS_DIST_MIN_NP": "2"}
+    how = {"KERAS_BACKEND": "torch", "KERAS_DIST_MIN_NP": "2"}
     ended = ulfm_job(2, "surviving_fit.py", "with_too_few_ranks", **how)
     assert ended.returncode != 0
     assert "at least 2 ranks (--min-np). Received: 1: others have died" in ended.stdout

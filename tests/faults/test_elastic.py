@@ -45,7 +45,7 @@ def test_a_restart_takes_the_hosts_that_there_are_then(launch, tmp_path):
     asks = ["--host-discovery-script", f"{script} {answers}", "--min-np", 1, "--max-np", 4]
     words = "elastic_states.py", "restarted", tmp_path / "state"
     job = launch("--max-restarts", 1, *asks, *words)
-    printed = end_of(job, tmp_path, timeout=150)
+    printed = end_of(job, tmp_path)
     assert job.returncode == 0
     assert printed.count("RuntimeError: no more") == 1
 
@@ -58,6 +58,6 @@ def test_a_restart_takes_the_hosts_that_there_are_then(launch, tmp_path):
 def test_a_restart_goes_on_from_the_commit_in_memory(launch, tmp_path):
     words = "-np", 2, "--max-restarts", 1, "other_hosts.py", "commits", "dies"
     job = launch(*words, KERAS_DIST_MEMORY_DIRECTORY=str(tmp_path))
-    printed = end_of(job, tmp_path, timeout=90)
+    printed = end_of(job, tmp_path)
     assert job.returncode == 0
     assert "Restart 1 of 1" in printed and "sizes 2" in printed

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from endings import end_of
-from start_jobs import allowed
+from start_jobs import HANG_SECONDS, allowed
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_launcher_that_is_told_to_end_before_a_restart_says_that_another_may_g
     job.send_signal(signal.SIGUSR2)  # has a meaning on ranks only
     time.sleep(0.1)
     job.send_signal(getattr(signal, name))
-    printed, _ = job.communicate(timeout=20)
+    printed, _ = job.communicate(timeout=HANG_SECONDS)
     assert job.returncode == code, printed
     assert f"received {name} between two runs of the job." in printed
     assert "Restart 2" not in printed

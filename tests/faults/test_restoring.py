@@ -29,7 +29,7 @@ def test_late_optimizers_and_random_numbers_go_on(launch, tmp_path):
         folder.mkdir()
         words = "restored.py", "gan", folder, dies
         job = launch("-np", 2, "--max-restarts", 1, *words, **how)
-        printed = end_of(job, tmp_path, timeout=120)
+        printed = end_of(job, tmp_path)
         assert job.returncode == 0, printed
         assert ("Restart 1 of 1" in printed) == dies
         assert "a backup does not keep" not in printed

@@ -23,7 +23,7 @@ def run_watched(job):
             "KERAS_DIST_STALL_ABORT_SECONDS": str(limit),
         }
         script = "meeting.py" if ":" in words[0] else "stalls.py"
-        return job(ranks, script, *words, timeout=40, **periods, **options)
+        return job(ranks, script, *words, **periods, **options)
 
     return run
 

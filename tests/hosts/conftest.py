@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 from namespaces import hosts_or_skip, mpiexec_command
-from start_jobs import lean
+from start_jobs import HANG_SECONDS, lean
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def hosts(request):
 def run_on_hosts(hosts):
     """A function that runs a Python with arguments on ranks of every host."""
 
-    def run(python, ranks_per_host, *arguments, timeout=300, **variables):
+    def run(python, ranks_per_host, *arguments, **variables):
         command, settings = mpiexec_command(python, *hosts, ranks_per_host)
         first = hosts[0][0]
         environment = lean(**settings, **variables)
@@ -29,7 +29,7 @@ def run_on_hosts(hosts):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
+            timeout=HANG_SECONDS,
             env=environment,
         )
 

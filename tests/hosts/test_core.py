@@ -38,7 +38,7 @@ CASES = [
 def test_the_core_of_the_suite(run_on_hosts, python_of_library, ranks_per_host, tests):
     options = ["--color=no", "-q", "-x", "-p", "no:cacheprovider"]
     arguments = (python_of_library, ranks_per_host, "-m", "pytest", *options, *tests)
-    job = run_on_hosts(*arguments, timeout=600, KERAS_BACKEND="torch")
+    job = run_on_hosts(*arguments, KERAS_BACKEND="torch")
     assert job.returncode == 0, job.stdout
     assert re.search(r"\d+ passed", job.stdout), job.stdout
     assert not re.search(r"\d+ failed", job.stdout), job.stdout

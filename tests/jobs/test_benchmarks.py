@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import hosts_or_skip
-from start_jobs import lean, told
+from start_jobs import HANG_SECONDS, lean, told
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 COMMANDS = [path for path in sorted(FOLDER.glob("*.py")) if "def main():" in path.read_text()]
@@ -48,7 +48,7 @@ def measured(script, *options):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=HANG_SECONDS,
         env=lean(KERAS_BACKEND="torch"),
     )
 
@@ -151,7 +151,7 @@ def test_the_proof_on_gpus_runs_small_without_one(tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
         env=lean("jax", KERAS_BACKEND="torch", PYTHON=sys.executable),
-        timeout=600,
+        timeout=HANG_SECONDS,
     )
     assert job.returncode == 0, job.stdout
     for part in parts:

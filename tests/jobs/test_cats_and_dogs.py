@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from start_jobs import SCRIPTS, told
+from start_jobs import HANG_SECONDS, SCRIPTS, told
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cats_vs_dogs"
 
@@ -123,7 +123,7 @@ def test_training_on_an_archive_with_a_damaged_picture(run_ranks, tmp_path):
     archive, out = pack(tmp_path / "pictures.zip", pictures), tmp_path / "out"
     options = ["--smoke", "--data", str(archive), "--out", str(out), "--epochs", "1"]
     cache = {**os.environ, "KERAS_HOME": str(tmp_path / "cache")}
-    job = run_ranks(2, str(EXAMPLE / "train.py"), *options, timeout=600, env=cache)
+    job = run_ranks(2, str(EXAMPLE / "train.py"), *options, env=cache)
     told(
         job,
         r"Trained the small network on the pictures in .+pictures\.zip, 1 left out that are "
@@ -156,7 +156,7 @@ def test_archive_and_weights_are_taken_where_they_can_be_reached(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("Cannot be downloaded: URL fetch failure on ") == 2
@@ -171,7 +171,6 @@ def test_the_notebook_runs_on_two_ranks(run_ranks, tmp_path):
     command = ["run-notebook", str(EXAMPLE / "cats_vs_dogs.ipynb"), "-o", str(executed), *values]
     job = run_ranks(
         *(2, "-m", "keras_dist.launch.cli", *command),
-        timeout=600,
         env={**os.environ, "KERAS_HOME": str(tmp_path / "cache")},
     )
     assert job.returncode == 0, job.stdout

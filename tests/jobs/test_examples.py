@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import traces
-from start_jobs import lean, told
+from start_jobs import HANG_SECONDS, lean, told
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MNIST = EXAMPLES / "mnist"
@@ -28,7 +28,7 @@ def keras_dist(*words):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=HANG_SECONDS,
         env=lean("sklearn"),
     )
 
@@ -59,7 +59,7 @@ def test_mnist(tmp_path, ranks):
 @pytest.mark.slow
 def test_mnist_on_another_backend(run_ranks):
     environment = lean("sklearn", KERAS_BACKEND="torch")
-    job = run_ranks(2, str(MNIST / "train.py"), "--epochs", "2", timeout=600, env=environment)
+    job = run_ranks(2, str(MNIST / "train.py"), "--epochs", "2", env=environment)
     said = told(job, r"Trained on .+ test accuracy (\d+\.\d)%, all replicas are equal\.")
     assert float(said[1]) > 25
     assert job.stdout.count("Epoch 2/2") == 1
@@ -67,9 +67,7 @@ def test_mnist_on_another_backend(run_ranks):
 
 def test_mnist_with_a_loop_by_hand(run_ranks):
     options = ["--epochs", "2"]
-    job = run_ranks(
-        2, str(MNIST / "train_custom_loop.py"), *options, timeout=600, env=lean("sklearn")
-    )
+    job = run_ranks(2, str(MNIST / "train_custom_loop.py"), *options, env=lean("sklearn"))
     said = told(
         job,
         r"Trained on .+ with 2 ranks: test accuracy (\d+\.\d)%, all replicas are equal\.",
@@ -83,7 +81,7 @@ def test_mnist_with_a_tape(run_ranks, tmp_path):
         "--epochs 2 --batch_size 32 --lr 0.002 --device cpu --num_inter 1 --num_intra 1".split()
     )
     options += ["--warmup_epochs", "1", "--fp16-allreduce", "--checkpoint_dir", str(tmp_path)]
-    job = run_ranks(2, str(MNIST / "train_tape.py"), *options, timeout=600, env=lean("sklearn"))
+    job = run_ranks(2, str(MNIST / "train_tape.py"), *options, env=lean("sklearn"))
     said = told(job, r"Trained on .+ with 2 ranks: test accuracy (\d+\.\d)%\.")
     assert float(said[1]) > 25
     assert job.stdout.count("epoch 2: loss ") == 1
@@ -93,7 +91,7 @@ def test_mnist_with_a_tape(run_ranks, tmp_path):
 @pytest.mark.slow
 def test_cifar10(run_ranks):
     options = "--made 1000 --epochs 3 --width 8 --batch-size 25 --warmup-epochs 1".split()
-    job = run_ranks(2, str(EXAMPLES / "cifar10" / "train.py"), *options, timeout=600, env=lean())
+    job = run_ranks(2, str(EXAMPLES / "cifar10" / "train.py"), *options, env=lean())
     said = told(job, r"Trained on made pictures with 2 ranks: test accuracy (\d+\.\d)%\.")
     assert float(said[1]) > 25
     assert job.stdout.count("epoch 3: loss ") == 1
@@ -104,7 +102,7 @@ def test_synthetic_benchmark_of_tensorflow(run_ranks):
     script = EXAMPLES / "synthetic" / "tensorflow_benchmark.py"
     options = "--model MLP --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
     options = [*options.split(), "--num-warmup-batches", "1"]
-    job = run_ranks(2, str(script), *options, timeout=600, env=lean())
+    job = run_ranks(2, str(script), *options, env=lean())
     number = r"\d+\.\d \+-\d+\.\d"
     told(job, rf"Total img/sec on 2 ranks: {number}")
     assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
@@ -133,7 +131,7 @@ def test_mnist_in_torch(run_ranks, tmp_path):
         "--momentum 0.5 --warmup_epochs 1 --log-interval 100 --fp16-allreduce"
     ).split()
     options += ["--data", str(tmp_path / "none.npz")]
-    job = run_ranks(2, str(MNIST / "train_torch.py"), *options, timeout=600, env=WITHOUT_KERAS)
+    job = run_ranks(2, str(MNIST / "train_torch.py"), *options, env=WITHOUT_KERAS)
     said = told(
         job,
         r"Trained on scikit-learn's digits with 2 ranks: [\d,]+ images/s in total, "
@@ -149,7 +147,7 @@ def test_synthetic_benchmark_of_torch(run_ranks):
     options = "--model CNN --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
     options = [*options.split(), "--num-warmup-batches", "0", "--device", "gpu"]
     environment = {**WITHOUT_KERAS, "CUDA_VISIBLE_DEVICES": ""}
-    job = run_ranks(2, str(script), *options, timeout=600, env=environment)
+    job = run_ranks(2, str(script), *options, env=environment)
     assert job.stdout.count("no GPU that torch can use") == 1, job.stdout
     number = r"\d+\.\d \+-\d+\.\d"
     told(job, rf"Total img/sec on 2 ranks: {number}")
@@ -163,7 +161,6 @@ def test_gan(run_ranks, backend):
         2,
         str(EXAMPLES / "gan" / "train.py"),
         *("--epochs", "2"),
-        timeout=600,
         env=lean("sklearn", KERAS_BACKEND=backend),
     )
     told(

@@ -22,7 +22,7 @@ def test_a_script_runs_with_its_import_changed(run_ranks, tmp_path, name, old_mo
     assert old.count(line) == old.count("import horovod") == 1
     script = tmp_path / "train.py"
     script.write_text(old.replace(line, f"import {module} as hvd\n"))
-    job = run_ranks(2, str(script), str(tmp_path), timeout=300, env=lean())
+    job = run_ranks(2, str(script), str(tmp_path), env=lean())
     told(job, r"ranks 2, loss fell: True, replicas apart: 0\.0")
     written = {"tensorflow_loop": ["checkpoint"], "keras_fit": ["checkpoint.keras"]}
     names = ("checkpoint", "checkpoint.keras")

@@ -54,7 +54,7 @@ def asked_by_a_stranger() -> None:
         fault()
         url = f"http://127.0.0.1:{os.environ['KERAS_DIST_PROMETHEUS_PORT']}/metrics"
         try:
-            urllib.request.urlopen(url, timeout=20)
+            urllib.request.urlopen(url, timeout=60)
         except urllib.error.HTTPError as refused:
             print("refused:", refused.code, refused.read(), flush=True)
 

@@ -15,7 +15,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from rich.console import Console
-from start_jobs import is_alive, pids
+from start_jobs import HANG_SECONDS, is_alive, pids
 
 import keras_dist
 from keras_dist import errors
@@ -78,11 +78,9 @@ with tempfile.TemporaryDirectory() as folder:
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)  # as the kernel is interrupted
     threading.Thread(target=interrupt).start()
-    began = time.monotonic()
     try:
         keras_dist.run(stay, np=2)
     except KeyboardInterrupt:
-        assert time.monotonic() - began < 25
         left = [pid for pid in os.listdir(folder) if os.path.exists(f"/proc/{pid}")]
         assert not left, left
         print("interrupted")
@@ -94,7 +92,9 @@ with tempfile.TemporaryDirectory() as folder:
 
 def test_from_a_notebook(tmp_path):
     book = new_notebook(cells=[new_code_cell(text) for text in CELLS])
-    client = NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(
+        book, timeout=HANG_SECONDS, resources={"metadata": {"path": str(tmp_path)}}
+    )
     with pytest.raises(Exception, match="ZeroDivisionError: division by zero"):
         client.execute()
     table, *streams = book.cells[1].outputs
@@ -142,7 +142,7 @@ except keras_dist.errors.RankError as error:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
     ).stdout
     assert printed == "1 ValueError('on one rank')\n"
 
@@ -195,7 +195,7 @@ except KeyboardInterrupt:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=HANG_SECONDS,
     )
     assert ended.stdout == "interrupted\n"
     assert not list(tmp_path.iterdir())
@@ -231,8 +231,8 @@ keras_dist.run(stay, verbose=False)
 
 
 def comes_true(condition):
-    """Returns whether a condition becomes true within 30 s."""
-    end = time.monotonic() + 30
+    """Returns whether a condition becomes true."""
+    end = time.monotonic() + HANG_SECONDS
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
     return condition()

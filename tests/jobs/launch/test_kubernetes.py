@@ -16,13 +16,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from start_jobs import BARE, launcher
+from start_jobs import BARE, HANG_SECONDS, launcher
 
 from keras_dist.kubernetes.__main__ import _exit_code, _first_failure
 from keras_dist.launch.interactive.outcome import Failure
 
 JOBS = Path(__file__).parents[3] / "examples" / "jobs"
-SECONDS = 60
 COMMAND = [sys.executable, "-m", "keras_dist.kubernetes"]
 
 pytestmark = pytest.mark.skipif(len(launcher()) > 1, reason="needs MPICH")
@@ -49,12 +48,12 @@ def start(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     started = []
 
-    def run(text, pods, of=2, ranks=1, timeout="60"):
+    def run(text, pods, of=2, ranks=1, timeout=HANG_SECONDS):
         (tmp_path / "train.py").write_text(BARE + SCRIPT + text)
         told = {"PET_NNODES": of, "PET_NPROC_PER_NODE": ranks, "PET_MASTER_PORT": free_port()}
         variables = {name: str(value) for name, value in told.items()}
         variables |= {"PET_MASTER_ADDR": "127.0.0.1", "KERAS_BACKEND": "torch"}
-        options = ["--token-file", tmp_path / "token", "--start-timeout", timeout]
+        options = ["--token-file", tmp_path / "token", "--start-timeout", str(timeout)]
         for pod in pods:
             started.append(
                 subprocess.Popen(
@@ -74,7 +73,7 @@ def start(tmp_path):
 
 
 def ends(pods):
-    outputs = [pod.communicate(timeout=SECONDS)[0] for pod in pods]
+    outputs = [pod.communicate(timeout=HANG_SECONDS)[0] for pod in pods]
     return [pod.returncode for pod in pods], outputs
 
 
@@ -110,13 +109,13 @@ def test_a_lost_rank_ends_all_pods(start, end):
 
 
 def test_a_pod_that_never_comes_is_named(start):
-    [code], [output] = ends(start("", [0], timeout="2"))
+    [code], [output] = ends(start("", [0], timeout=2))
     # On a busy machine the rank of the first pod comes late as well.
     assert code == 1 and re.search(r"\[rank (0, )?1 of 2\] Expected to join within 2 s", output)
 
 
 def test_the_first_pod_that_never_comes_is_named(start):
-    [code], [output] = ends(start("", [1], timeout="2"))
+    [code], [output] = ends(start("", [1], timeout=2))
     assert code == 1 and "the first pod to answer at 127.0.0.1" in output
 
 
@@ -163,7 +162,7 @@ _retried(attempt, "the first pod to answer", 60)
 )
 def test_termination_while_ranks_start(ranks, code, printed):
     command = [sys.executable, "-c", WAITING, ranks]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (ended.returncode, ended.stdout) == (code, printed), ended.stderr
 
 

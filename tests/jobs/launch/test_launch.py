@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from start_jobs import allowed, script
+from start_jobs import HANG_SECONDS, allowed, script
 
 pytestmark = pytest.mark.short
 
@@ -23,7 +23,7 @@ WITHOUT_BACKEND = {
 WITHOUT_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 
 
-def run(command, environment=None, timeout=120):
+def run(command, environment=None):
     """Runs a command without the variables of a launcher around the tests."""
     names = ("OMPI_", "PMI", "PMIX_", "SLURM_", "MPI_", "HYDRA", "PRTE", "KERAS_DIST_")
     clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}
@@ -34,7 +34,7 @@ def run(command, environment=None, timeout=120):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
+        timeout=HANG_SECONDS,
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from start_jobs import BARE
+from start_jobs import BARE, HANG_SECONDS
 
 from keras_dist import errors
 from keras_dist.launch.notebook import document
@@ -48,7 +48,7 @@ def run(ranks, *words, python=Path(sys.executable), **variables):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
+        timeout=HANG_SECONDS,
     )
 
 
@@ -181,7 +181,7 @@ def test_a_notebook_of_keras_dist_run_and_its_files(notebook):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=90,
+        timeout=HANG_SECONDS,
     )
     assert job.returncode == 0, job.stdout
     assert "I am 0\n" in job.stdout and "I am 1" not in job.stdout

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from start_jobs import BARE
+from start_jobs import BARE, HANG_SECONDS
 
 from keras_dist.launch import rank_wrapper
 
@@ -33,7 +33,7 @@ def start(*words, **options):
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=60,
+        timeout=HANG_SECONDS,
         **options,
     )
 

@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from start_jobs import launcher
+from start_jobs import HANG_SECONDS, launcher
 
 from keras_dist import errors
 from keras_dist.resume import format
@@ -75,7 +75,9 @@ def fails(end):
 
 @pytest.fixture
 def executor():
-    settings = keras_dist.ray.RayExecutor.create_settings(60, placement_group_timeout_s=60)
+    settings = keras_dist.ray.RayExecutor.create_settings(
+        HANG_SECONDS, placement_group_timeout_s=HANG_SECONDS
+    )
     made = keras_dist.ray.RayExecutor(settings, num_workers=2)
     made.start(Member, (10,), extra_env_vars=TORCH)
     yield made
@@ -106,7 +108,9 @@ def test_actors_that_do_not_answer_are_an_error(monkeypatch):
             time.sleep(60)
 
     monkeypatch.setattr("keras_dist.ray.executor.Rank", Silent)
-    settings = keras_dist.ray.RayExecutor.create_settings(0.1, placement_group_timeout_s=60)
+    settings = keras_dist.ray.RayExecutor.create_settings(
+        0.1, placement_group_timeout_s=HANG_SECONDS
+    )
     made = keras_dist.ray.RayExecutor(settings)
     with pytest.raises(errors.LaunchError, match=r"1 actors to answer within 0\.1 s"):
         made.start()
@@ -171,7 +175,7 @@ def fit(folder, end, failures=0, function=train, env=TORCH):
     trainer = keras_dist.ray.KerasTrainer(
         function,
         train_loop_config={"end": end, "mark": str(folder / f"mark-{end}")},
-        keras_config=keras_dist.ray.KerasConfig(timeout=60),
+        keras_config=keras_dist.ray.KerasConfig(timeout=HANG_SECONDS),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
             storage_path=str(folder),

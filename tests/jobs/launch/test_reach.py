@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from namespaces import hosts_or_skip
+from start_jobs import HANG_SECONDS
 
 from keras_dist import errors
 from keras_dist.launch.cli import hosts, main, run
@@ -139,7 +140,7 @@ def test_jobs_on_hosts(tmp_path, python_of_library):
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=100,
+                timeout=HANG_SECONDS,
                 env=environment,
             )
 

@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from start_jobs import BARE, SCRIPTS, launcher, lean, script
+from start_jobs import BARE, HANG_SECONDS, SCRIPTS, launcher, lean, script
 
 from keras_dist.monitor.report import Job
 
@@ -75,7 +75,7 @@ def ranks(number, text):
 def top(*options):
     """Runs `keras-dist top`."""
     command = [sys.executable, "-c", COMMAND, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 def seen(*options):
@@ -93,7 +93,7 @@ def pids(folder, number):
 
 def wait_until(what, folder):
     """Waits for a true value and returns it; shows the output of the job after a timeout."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + HANG_SECONDS
     while not (found := what()):
         printed = (folder / "printed").read_text()
         assert time.monotonic() < end and "Error" not in printed, printed
@@ -111,7 +111,7 @@ def free_ports(number):
 
 def get(url, **headers):
     asked = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(asked, timeout=20) as answer:
+    with urllib.request.urlopen(asked, timeout=HANG_SECONDS) as answer:
         return answer.read().decode(), answer.headers
 
 
@@ -230,7 +230,7 @@ def test_a_fit_is_watched(begin):
         assert report.samples_per_second == pytest.approx(8 * report.steps_per_second)
     time.sleep(1)
     (folder / "end").touch()
-    assert job.wait(60) == 0, (folder / "printed").read_text()
+    assert job.wait(HANG_SECONDS) == 0, (folder / "printed").read_text()
     written = set((folder / "tags").read_text().split("|"))
     expected = {f"{name}/rank {rank}" for name in ("waiting", "memory_gib") for rank in range(2)}
     assert expected | {"loss", "samples_per_second", "steps_per_second/rank 1"} <= written
@@ -254,9 +254,9 @@ def test_the_page_shows_a_job_in_a_browser(begin, tmp_path):
         taken = top(str(root), "--web", "--port", url[1])
         assert taken.returncode == 2 and "a free port for the page" in taken.stderr
         look = [*browser, "--virtual-time-budget=3000", "--dump-dom", url[0]]
-        dom = subprocess.run(look, capture_output=True, text=True, timeout=60).stdout
+        dom = subprocess.run(look, capture_output=True, text=True, timeout=HANG_SECONDS).stdout
         (folder / "end").touch()
-        assert (job.wait(120), page.wait(120)) == (0, 0)
+        assert (job.wait(HANG_SECONDS), page.wait(HANG_SECONDS)) == (0, 0)
     assert "<h1>&lt;b&gt;.py</h1>" in dom and f"process {root} on" in dom
     rows = re.findall(r"<tr.*?</tr>", dom)
     cells = re.findall(r"<td[^>]*>(.*?)</td>", rows[-1])
