@@ -72,8 +72,7 @@ def check_fit(tmp_path, sizes):
     ("python_of_library", "first", "then", "backup"),
     [
         ("mpich", 2, 3, "memory"),
-        ("openmpi", 3, 2, "memory"),
-        ("openmpi", 2, 3, "parts"),
+        ("openmpi", 3, 2, "parts"),
         ("mpich", 3, 2, "disk"),
     ],
     indirect=["python_of_library"],

@@ -68,7 +68,7 @@ def test_roots_die_before_and_behind_the_manifest(go_on, tmp_path):
 def test_a_fit_is_killed_at_random_moments(fit_job):
     # Few of them: test_writers_are_killed has 40 moments of the same code, without training.
     steps = 0
-    for turn in range(4):
+    for turn in range(2):
         ended = fit_job("sharded_checkpoints.py", "killed_at_a_random_moment", turn)
         ended.failed()
         [line] = [line for line in ended.stdout.splitlines() if line.startswith("resumes at")]
