@@ -8,6 +8,8 @@ from keras_dist import config, errors
 from keras_dist._engine.gradient_compression import (
     METHODS,
     GradientCompression,
+    Int4,
+    Int8,
     PowerSGD,
     TopK,
     gradient_compression_of,
@@ -99,12 +101,18 @@ class Compression:
     numbers uncompressed. `fp16` sends float16: 11 significant bits, infinite from 65520 on. `bf16`
     sends bfloat16: 8 significant bits, the range of float32. Derive from `Compressor` for others.
 
-    Compressions with error feedback, for the gradients of an optimizer: `powersgd` and `topk`.
+    Compressions with error feedback, for the gradients of an optimizer, or the differences of
+    weights after local steps: `powersgd`, `topk`, `int8` and `int4`. `int8` and `int4` send
+    integers of 8 and 4 bits, with a scale for each 256 numbers; each rank sends its own to each
+    node. What a rank has rounded off is added to its next gradient. Gradients of fewer than 1024
+    elements, of rows of embeddings and of narrow floats are sent whole.
     """
 
     none: Compressor = _Uncompressed()
     fp16: Compressor = _Float16()
     bf16: Compressor = _BFloat16()
+    int8: GradientCompression = Int8()
+    int4: GradientCompression = Int4()
 
     @staticmethod
     def powersgd(
@@ -186,11 +194,12 @@ def parse_gradient_compression(compression: Any, where: str) -> Compressor | Gra
     method = next((name for name in METHODS if text.startswith(name)), None)
     if method is not None:
         kind = errors.ArgumentError if is_text else errors.ArgumentTypeError
+        call = "()" if callable(getattr(Compression, method)) else ""
         raise kind(
             where,
             f"compression to be {method} with its options by their names",
             repr(compression),
-            f"Pass keras_dist.Compression.{method}(), or a text as {METHODS[method]().name!r}.",
+            f"Pass keras_dist.Compression.{method}{call}, or a text as {METHODS[method]().name!r}.",
         )
     return parse_compression(compression, where)
 

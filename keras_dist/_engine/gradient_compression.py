@@ -7,7 +7,7 @@ import ast
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from keras_dist import errors
 
@@ -59,7 +59,26 @@ class TopK(GradientCompression):
         _check_number("ratio", self.ratio, 1.0)
 
 
-METHODS: dict[str, type[GradientCompression]] = {"powersgd": PowerSGD, "topk": TopK}
+@dataclasses.dataclass(frozen=True)
+class Int8(GradientCompression):
+    """Numbers are sent as integers of a few bits, with a scale for each block of them."""
+
+    bits: ClassVar[int] = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Int8):
+    """Numbers are sent as integers of 4 bits."""
+
+    bits: ClassVar[int] = 4
+
+
+METHODS: dict[str, type[GradientCompression]] = {
+    "powersgd": PowerSGD,
+    "topk": TopK,
+    "int8": Int8,
+    "int4": Int4,
+}
 
 
 def gradient_compression_of(name: str) -> GradientCompression | None:

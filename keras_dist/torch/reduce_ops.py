@@ -57,11 +57,12 @@ class _TorchCast(Compressor):
 
 
 class Compression:
-    """The available compressions; `powersgd` and `topk` are those of `keras_dist.Compression`."""
+    """The available compressions; those with errors are of `keras_dist.Compression`."""
 
     none = NoCompression
     powersgd = staticmethod(Wires.powersgd)
     topk = staticmethod(Wires.topk)
+    int8, int4 = Wires.int8, Wires.int4
 
     class fp16(_TorchCast):
         """Floats of 16 bits between nodes."""

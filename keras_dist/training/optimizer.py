@@ -70,7 +70,7 @@ def DistributedOptimizer(
             Models then differ between the set and the other ranks: pass the set to
             `keras_dist.callbacks` as well. Defaults to all ranks.
         compression: wire format of float32 and float64 gradients between nodes, as for
-            `allreduce`; or `Compression.powersgd(...)` or `Compression.topk(...)`, which send a
+            `allreduce`; or `Compression.powersgd(...)`, `topk(...)`, `int8` or `int4`, which send a
             part of each gradient and add the rest to the next one; or the name of one. Rows of an
             embedding's gradient are not compressed. Defaults to `KERAS_DIST_COMPRESSION`, which
             defaults to `none`.

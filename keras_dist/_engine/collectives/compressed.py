@@ -27,9 +27,14 @@ from keras_dist._engine.collectives.exchanges import (
 from keras_dist._engine.collectives.feedback import Feedback
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.joined_arrays import JoinedArrays
+from keras_dist._engine.collectives.quantized_exchange import (
+    Add,
+    QuantizedExchange,
+    reduce_packed,
+)
 from keras_dist._engine.collectives.slices import reduce_slices
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.gradient_compression import GradientCompression, PowerSGD, TopK
+from keras_dist._engine.gradient_compression import GradientCompression, Int8, PowerSGD, TopK
 from keras_dist._engine.low_rank import add_error
 from keras_dist._engine.memory import ResultMemory
 from keras_dist._engine.nccl.path import are_on_device, on_gpu
@@ -154,9 +159,20 @@ class _CompressedMessages:
 
     def rows(self, values: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Reduces elements by their index. Collective: every rank; blocks."""
-        comm = self.comm if self.plan.ranks is None else self.plan.ranks()
-        op = ReduceOp.AVERAGE if self.plan.divides else self.options.op
-        return reduce_slices(comm, values, indices, "the largest gradients", OpOptions(op))
+        op = OpOptions(self._op)
+        return reduce_slices(self._ranks, values, indices, "the largest gradients", op)
+
+    def packed(self, packed: np.ndarray, add: Add) -> np.ndarray:
+        """Reduces quantized gradients. Collective: every rank; blocks."""
+        return reduce_packed(self._ranks, packed, self._op is ReduceOp.AVERAGE, add)
+
+    @property
+    def _ranks(self) -> Communicator:
+        return self.comm if self.plan.ranks is None else self.plan.ranks()
+
+    @property
+    def _op(self) -> ReduceOp:
+        return ReduceOp.AVERAGE if self.plan.divides else self.options.op
 
 
 class _Part:
@@ -185,6 +201,8 @@ class _Part:
             self._exchange = LowRankExchange(*given, compression.rank, messages.other)
         elif isinstance(compression, TopK):
             self._exchange = LargestExchange(*given, compression.ratio, messages.rows)
+        elif isinstance(compression, Int8):
+            self._exchange = QuantizedExchange(*given, compression.bits, messages.packed)
         sent = [every[at] for at in self._sent_whole]
         flag = "whether gradients are finite", (1,)
         self._first = messages.first([*sent, *self._exchange.first, flag])

@@ -13,7 +13,7 @@ BACKEND = keras.backend.backend()
 RANK, SIZE = keras_dist.rank(), keras_dist.size()
 WIDTH = 32
 LOW_RANK = "powersgd(rank=2, min_compression_rate=1)"
-METHODS = {"powersgd": LOW_RANK, "topk": "topk(ratio=0.1)"}
+METHODS = {"powersgd": LOW_RANK, "topk": "topk(ratio=0.1)", "int8": "int8()", "int4": "INT4()"}
 EXACT = {
     "powersgd": Compression.powersgd(rank=WIDTH, min_compression_rate=0.1),
     "topk": Compression.topk(ratio=1.0),
@@ -57,7 +57,9 @@ def bits(model):
     return [*everything_of(model), *(found[key].tobytes() for key in keys if key in found)]
 
 
-@pytest.mark.parity("gradients are compressed with error feedback: `powersgd`, `topk`")
+@pytest.mark.parity(
+    "gradients are compressed with error feedback: `powersgd`, `topk`, `int8`, `int4`"
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_fit_keeps_replicas_equal_and_learns(method):
     model = make(METHODS[method])
@@ -137,7 +139,14 @@ def test_elements_that_are_never_among_the_largest_are_learned_by_the_feedback()
 
 
 @pytest.mark.parametrize(
-    ("method", "value"), [("powersgd", np.inf), ("powersgd", 3e38), ("topk", np.nan)]
+    ("method", "value"),
+    [
+        ("powersgd", np.inf),
+        ("powersgd", 3e38),
+        ("topk", np.nan),
+        ("int8", np.inf),
+        ("int4", np.nan),
+    ],
 )
 def test_gradients_that_are_not_finite_leave_the_errors_as_they_were(method, value):
     v = variable((40, 40), "weights")
@@ -173,6 +182,8 @@ def test_a_loss_scale_does_not_scale_the_errors(method, kind):
         keras_dist.verify_replicas(model)
         return model
 
+    if kind == "exact" and method not in EXACT:
+        pytest.skip("it rounds")
     model = trained((EXACT if kind == "exact" else METHODS)[method])
     assert int(model.optimizer.inner_optimizer.iterations) == 11
     if kind == "exact":
@@ -268,8 +279,6 @@ def test_where_no_error_can_be_kept_it_is_refused():
     for options in ({"shard_state": True}, *([{"op": "adasum"}] if SIZE in (1, 2, 4) else [])):
         with pytest.raises(errors.ArgumentError, match="with compression=topk"):
             keras_dist.DistributedOptimizer(keras.optimizers.SGD(), compression=topk, **options)
-    with pytest.raises(errors.ArgumentError, match=r"with local_steps. Received: compression=topk"):
-        keras_dist.DistributedOptimizer(keras.optimizers.SGD(), compression=topk, local_steps=4)
 
 
 def test_ranks_with_another_compression_are_an_error():
