@@ -55,6 +55,11 @@ class FaultState:
     joins: int = 0
     on_missing: Callable[[], None] | None = None
 
+    def tell_missing(self) -> None:
+        """Calls `on_missing`, if it is set."""
+        if self.on_missing is not None:
+            self.on_missing()
+
 
 class Communicator:
     """Ranks that train together: all ranks of the job, or those of a process set.

@@ -88,7 +88,7 @@ class AgreeOnStoppingCallback(SessionCallback):
 
     def _agree_at_batch(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         model = model_of(self)
-        if not any(rounds.taken for rounds in self._rounds):
+        if not any(rounds.is_within for rounds in self._rounds):
             self._agree()
         elif is_stopped(model):  # the others cannot know before they meet
             self._waits, model.stop_training = True, False

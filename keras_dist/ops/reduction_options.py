@@ -60,9 +60,10 @@ class ReductionOptions:
 
     @property
     def gradient_compression(self) -> _engine.GradientCompression | None:
-        """The compression with error feedback, if it is one."""
+        """The compression with error feedback of gradients, if it is one."""
         given = self.compression
-        return given if isinstance(given, _engine.GradientCompression) else None
+        is_one = isinstance(given, _engine.GradientCompression) and self.local_steps is None
+        return given if is_one else None
 
     @property
     def dense(self) -> bool:

@@ -34,8 +34,10 @@ class GradientReduction:
         self.has_reduced = False  # in the current update
         self.model = ""  # the name of the model that is trained, if it is known
         self.shards: Any = None  # the `Shards` of an optimizer that shards its state
+        #: for anchors, the keys of their weights by their own; `None`: variables are themselves
+        self.stands_for: dict[int, int] | None = None
         #: of an optimizer with local steps
-        self.rounds = None
+        self.rounds: Rounds | None = None
         if options.local_steps is not None:
             self.rounds = Rounds(options, GradientReduction(options.of_rounds()))
         self._plans = GradientPlans(options)
@@ -47,7 +49,7 @@ class GradientReduction:
     @property
     def feedback(self) -> _engine.Feedback:
         """What a compression with error feedback keeps, by `key_of` each variable."""
-        return self._plans.feedback
+        return self._plans.feedback if self.rounds is None else self.rounds.feedback
 
     def communicator(self) -> _engine.Communicator | None:
         """Returns the communicator of the reduction; `None` if this rank reduces with no other."""
@@ -166,6 +168,24 @@ class GradientReduction:
             when,
         )
 
+    def queue(
+        self, arrays: Sequence[np.ndarray], variables: Sequence[Any]
+    ) -> Callable[[], Sequence[np.ndarray]]:
+        """Begins to reduce arrays of the host; returns a function that waits for the results.
+
+        What others notice meanwhile is told when it is called. Collective; does not block.
+        """
+        comm = self.communicator()
+        if comm is None:
+            return lambda: arrays
+        # The last one first, as in a step: so the plan is the same.
+        positions, given = range(len(arrays) - 1, -1, -1), arrays[::-1]
+        specs = [(array.shape, array.dtype) for array in given]
+        plan = self._plan(comm, variables, positions, specs, at_once=True)
+        work = functools.partial(_engine.piggyback.hold, functools.partial(plan, given))
+        handle = comm.order.queue(work, "average of local steps")
+        return lambda: _engine.piggyback.release(handle.wait())[::-1]
+
     def reduce_overwriting(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduces gradients that Keras assigns to float8 scales and maxima; leaves others."""
         _check_counts(gradients, variables)
@@ -235,7 +255,9 @@ class GradientReduction:
         at_once: bool = False,
     ) -> _engine.FusedAllreduce:
         names = [_name(variables[position]) for position in positions]
-        keys = [key_of(variables[position]) for position in positions]
+        keys: list[Any] = [key_of(variables[position]) for position in positions]
+        if self.stands_for is not None:
+            keys = list(map(self.stands_for.get, keys))
         groups = self.options.grouped([variables[position] for position in positions])
         return self._plans(comm, names, specs, groups, keys, self._brought, at_once)
 

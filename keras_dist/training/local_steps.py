@@ -45,11 +45,21 @@ class LocalSteps:
             `"node"` for those of one node, or a `ProcessSet` that contains this rank. Their
             weights stay equal in a round. `"node"` makes `DistributedOptimizer` collective.
             Defaults to `None`: each rank takes steps of its own.
+        fragments: number of fragments into which the weights are cut, whole variables of similar
+            size. Each has rounds of `steps` steps and an outer optimizer of its own. The rounds end
+            after different steps, so that each message is smaller by this factor. At most `steps`
+            and the number of weights. Defaults to 1.
+        delay: number of steps that each rank takes while the averages travel in the background;
+            then it takes the mean of its weights and those that the ranks have in common. At least
+            0 and less than `steps`. Defaults to 0: ranks wait for the averages.
+
+    With `fragments` and `delay` this is Streaming DiLoCo (Douillard et al., 2025). All ranks have
+    equal weights then where a round ends early, as at the end of an epoch, and not in between.
 
     Raises:
-        ArgumentTypeError: `steps` is not an integer, `outer` is no optimizer, or `within` is
-            neither `"node"` nor a `ProcessSet`.
-        ArgumentError: `steps` is less than 1.
+        ArgumentTypeError: `steps`, `fragments` or `delay` is not an integer, `outer` is no
+            optimizer, or `within` is neither `"node"` nor a `ProcessSet`.
+        ArgumentError: `steps` is less than 1, or `fragments` or `delay` is out of range.
 
     Example:
     ```python
@@ -61,21 +71,26 @@ class LocalSteps:
 
     steps: int
     within: Any
+    fragments: int
+    delay: int
     _outer: dict[str, Any] | None
 
-    def __init__(self, steps: int = 16, *, outer: Any = "nesterov", within: Any = None):
+    def __init__(
+        self,
+        steps: int = 16,
+        *,
+        outer: Any = "nesterov",
+        within: Any = None,
+        fragments: int = 1,
+        delay: int = 0,
+    ):
         where = runtime.where()
-        if not isinstance(steps, numbers.Integral) or isinstance(steps, bool):
-            received = f"{steps!r} of type {type(steps).__name__}"
-            expected = "a number of local steps"
-            raise errors.ArgumentTypeError(where, expected, received, "Pass for example 64.")
-        if steps < 1:
-            expected, remedy = "1 local step or more", "1 averages after each step."
-            raise errors.ArgumentError(where, expected, repr(steps), remedy)
+        self.steps = _count("a number of local steps", steps, 1, "Pass for example 64.")
+        self.fragments = _count("a number of fragments", fragments, 1, "Omit it for 1.", self.steps)
+        self.delay = _count("the steps of a delay", delay, 0, "Omit it for 0.", self.steps - 1)
         if not (within is None or within == NODE or isinstance(within, ProcessSet)):
             expected, remedy = "within to be 'node', a ProcessSet or None", "Omit it."
             raise errors.ArgumentTypeError(where, expected, repr(within), remedy)
-        self.steps = int(steps)
         self.within = within
         self._outer = _configuration(outer)
 
@@ -88,7 +103,8 @@ class LocalSteps:
         within: Any = self.within
         if isinstance(within, ProcessSet):
             within = [list(ranks) for ranks in runtime.ranks_of(within)]
-        return {"steps": self.steps, "outer": self._outer, "within": within}
+        streaming = {"fragments": self.fragments, "delay": self.delay}
+        return {"steps": self.steps, "outer": self._outer, "within": within, **streaming}
 
     def __repr__(self) -> str:
         outer, within = None, self.within
@@ -97,7 +113,8 @@ class LocalSteps:
             outer = f"{self._outer['class_name']}({config})"
         if isinstance(within, ProcessSet):
             within = "a process set"
-        return f"LocalSteps({self.steps}, outer={outer}, within={within!r})"
+        streaming = f"fragments={self.fragments}, delay={self.delay}"
+        return f"LocalSteps({self.steps}, outer={outer}, within={within!r}, {streaming})"
 
 
 def with_local_steps(options: ReductionOptions, value: Any) -> ReductionOptions:
@@ -117,10 +134,6 @@ def with_local_steps(options: ReductionOptions, value: Any) -> ReductionOptions:
     if options.shard_state:
         received = "shard_state=True, by which no rank can take a step of its own"
         _refuse("the whole state of the optimizer on each rank", received, "Omit shard_state.")
-    if options.gradient_compression is not None:
-        received = f"compression={options.compression.name}"
-        remedy = "Use compression='bf16', which rounds differences between nodes."
-        _refuse("a compression that sends whole differences", received, remedy)
     if within == NODE:
         if options.process_set not in (None, global_process_set):
             remedy = "Pass within=keras_dist.ProcessSet(...) of the ranks of each node in the set."
@@ -130,6 +143,17 @@ def with_local_steps(options: ReductionOptions, value: Any) -> ReductionOptions:
         remedy = "Make sets that together have all ranks, and pass on each rank the one it is in."
         _refuse("this rank to be in the process set within", repr(within), remedy)
     return dataclasses.replace(options, local_steps=found, within=within)
+
+
+def _count(what: str, value: Any, least: int, remedy: str, most: int | None = None) -> int:
+    """Returns an argument that is a number of steps or fragments, checked."""
+    expected = f"{what}, {least} or more" + ("" if most is None else f" and at most {most}")
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        received = f"{value!r} of type {type(value).__name__}"
+        raise errors.ArgumentTypeError(runtime.where(), expected, received, remedy)
+    if value < least or (most is not None and value > most):
+        raise errors.ArgumentError(runtime.where(), expected, repr(value), remedy)
+    return int(value)
 
 
 def _refuse(expected: str, received: str, remedy: str) -> None:

@@ -43,9 +43,9 @@ def families(model: keras.Model) -> list[list[Any]]:
 
 
 def optimizers_inside(optimizer: Any) -> list[Any]:
-    """Returns the inner optimizers of an optimizer, at any depth, and that of its rounds."""
+    """Returns the inner optimizers of an optimizer, at any depth, and those of its rounds."""
     rounds = rounds_of(optimizer)
-    outer = [] if rounds is None or rounds.outer is None else [rounds.outer]
+    outer = [] if rounds is None else rounds.outers
     if isinstance(optimizer, MULTI_OPTIMIZER):
         return [*optimizer.optimizers, *outer]
     inner = inner_optimizer(optimizer)
@@ -104,7 +104,7 @@ def accumulators_of_steps(model: keras.Model) -> list[Any]:
 def _stepping(model: keras.Model) -> list[Any]:
     """Returns the optimizers of a model that make local steps, and those inside of them."""
     every = [family for family in families(model) if rounds_of(family[0]) is not None]
-    outer = {id(rounds_of(family[0]).outer) for family in every}
+    outer = {id(outer) for family in every for outer in rounds_of(family[0]).outers}
     members = [each for family in every for each in family if id(each) not in outer]
     return list({id(each): each for each in members}.values())
 

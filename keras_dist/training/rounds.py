@@ -1,12 +1,12 @@
 """The rounds of an optimizer with local steps: what `LocalSteps` describes, for one optimizer.
 
-A round keeps the weights with which it began, its anchors. At its end the ranks average the
-differences to the anchors, and the outer optimizer takes the averages as gradients of the anchors.
-Between the ends of rounds nothing is exchanged.
+Each fragment of the weights has rounds of its own, which end at different steps. Where averages may
+arrive late, the ranks exchange them in the background while they take steps. Otherwise nothing is
+exchanged between the ends of rounds.
 
 In `fit` the round ends between two calls of the train function, which `rounds_in_fit` counts; so a
 compiled step is that of a single process. In loops written by hand the update counts, see
-`LocalUpdates`. In a graph of TensorFlow the end is a branch of the update.
+`local_updates`. In a graph of TensorFlow the end is a branch of the update.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from keras_dist._compat.keras.optimizer_state import is_overwritten, trained_by
 from keras_dist._compat.keras.sliced_updates import averages
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.ops.reduction_options import ReductionOptions
+from keras_dist.training.fragments import Fragment, cut
 from keras_dist.training.model_state import optimizers_inside, variable_name
 from keras_dist.training.rank_gradients import key_of
 
@@ -30,42 +31,65 @@ class Rounds:
     """The rounds of one optimizer.
 
     Args:
-        average: a function of differences and their anchors that reduces them like gradients.
+        reduction: the `GradientReduction` of differences.
     """
 
-    def __init__(self, options: ReductionOptions, average: Callable[[Any, Any], list[Any]]):
-        self.options, self._average = options, average
-        self.outer = options.local_steps.make_outer()
-        #: number of batches that this rank has taken in this round, and of rounds that have ended
+    def __init__(self, options: ReductionOptions, reduction: Any):
+        self.options, self._reduction = options, reduction
+        steps = options.local_steps
+        self.fragments = [Fragment(steps.make_outer(), reduction) for _ in range(steps.fragments)]
+        #: whether rounds of some weights go on where those of others end
+        self.streams = steps.fragments > 1 or steps.delay > 0
+        #: number of batches that this rank has taken since it began with the weights of all, and of
+        #: averages so far
         self.taken = self.ended = 0
+        #: whether this rank is between two steps after which all ranks meet
+        self.is_within = False
         #: whether a step runs whose caller counts it
         self.is_entered = False
-        self._length = 0
-        self._weights: list[Any] = []
-        self._others: list[Any] = []
-        self._anchors: list[Any] = []
+        self._length = self._delay = 0
+        self._averaged: list[Any] = []
         self._counted: Any = None  # batches of this round, where a graph counts them
 
     @property
     def is_due(self) -> bool:
-        """Whether the round has all of its steps."""
-        return self.taken >= self._length
+        """Whether a round has all of its steps, or averages are due."""
+        return any(
+            self.taken >= each.due or each.has_arrived(self.taken) for each in self.fragments
+        )
+
+    @property
+    def outers(self) -> list[Any]:
+        """The outer optimizers, one for each fragment; none for plain averages."""
+        return [each.outer for each in self.fragments if each.outer is not None]
 
     @property
     def variables(self) -> list[Any]:
         """The variables of the rounds themselves, which no step changes."""
-        return [*self._anchors, *([] if self.outer is None else self.outer.variables)]
+        anchors = [anchor for each in self.fragments for anchor in each.anchors]
+        return [*anchors, *(variable for outer in self.outers for variable in outer.variables)]
 
     @property
     def weights(self) -> list[Any]:
-        """The weights that the outer optimizer updates; none before the first step."""
-        return self._weights
+        """The weights that outer optimizers update; none before the first step."""
+        return [weight for each in self.fragments for weight in each.weights]
+
+    @property
+    def feedback(self) -> _engine.Feedback:
+        """What a compression of differences keeps."""
+        found: _engine.Feedback = self._reduction.feedback
+        return found
 
     def restart(self) -> None:
         """Forgets the steps of this round: all ranks are given new weights."""
-        self.taken = 0
+        self._reset()
         if self._counted is not None:
             self._counted.assign(0)
+
+    def _reset(self) -> None:
+        self.taken, self.is_within = 0, False
+        for number, fragment in enumerate(self.fragments, 1):
+            fragment.plan(number * self._length // len(self.fragments))
 
     def build(self, optimizer: Any, statistics: Sequence[Any] = ()) -> None:
         """Finds what the ranks average: the weights of an optimizer, and statistics.
@@ -85,23 +109,43 @@ class Rounds:
                     each for of, each in pairs if each is not None and key_of(of) not in local
                 ]
         others = list({id(each): each for each in [*others, *statistics]}.values())
-        before = [*self._weights, *self._others]
-        if list(map(id, before)) == list(map(id, [*weights, *others])):
+        if list(map(id, self._averaged)) == list(map(id, [*weights, *others])):
             return
         self._compare()
-        self._weights, self._others = weights, others
-        passes = [member.gradient_accumulation_steps or 1 for member in members]
-        self._length = self.options.local_steps.steps * max(passes)
-        self._anchors = [self._anchor_of(variable) for variable in [*weights, *others]]
-        self.taken = 0
-        if self.outer is not None:
-            self.outer.build(weights)
+        passes = max(member.gradient_accumulation_steps or 1 for member in members)
+        steps = self.options.local_steps
+        self._length, self._delay = steps.steps * passes, steps.delay * passes
+        self._build_fragments(weights, others)
+        self._averaged = [*weights, *others]
+        self._reset()
+
+    def _build_fragments(self, weights: Sequence[Any], others: Sequence[Any]) -> None:
+        count = len(self.fragments)
+        if count > max(1, len(weights)):
+            raise errors.ArgumentError(
+                runtime.where(),
+                f"at most one fragment for each of {len(weights)} weights",
+                f"fragments={count}",
+                f"Pass fragments={max(1, len(weights))} or less to LocalSteps.",
+            )
+        parts = cut(weights, count)
+        for number, (fragment, part) in enumerate(zip(self.fragments, parts, strict=True), 1):
+            fragment.build(part, others if number == count else ())
+        # A compression keeps its errors by the weights; it leaves the others alone.
+        self._reduction.stands_for = {
+            key_of(anchor): key_of(weight)
+            for fragment in self.fragments
+            for anchor, weight in zip(fragment.anchors, fragment.weights, strict=False)
+        }
 
     def start(self) -> None:
         """Begins a round with the weights of now."""
-        for anchor, variable in zip(self._anchors, [*self._weights, *self._others], strict=True):
-            # A step of JAX frees the arrays that it is given.
-            anchor.assign(ops.copy(ops.stop_gradient(ops.convert_to_tensor(variable))))
+        for fragment in self.fragments:
+            fragment.start()
+
+    def count(self, batches: int) -> None:
+        """Counts batches that this rank has taken."""
+        self.taken, self.is_within = self.taken + batches, True
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -112,55 +156,75 @@ class Rounds:
         finally:
             self.is_entered = before
 
-    def end(self, share: float = 1.0) -> None:
-        """Ends a round: all ranks have equal weights afterwards. Collective; blocks.
+    def end_due(self) -> None:
+        """Ends rounds that have all of their steps, and takes averages that are due. Collective.
 
-        Args:
-            share: factor of what this rank contributes to the average.
+        Blocks, unless averages may arrive later.
         """
-        variables = [*self._weights, *self._others]
-        pairs = zip(self._anchors, variables, strict=True)
-        differences = [ops.stop_gradient(ops.subtract(anchor, v)) for anchor, v in pairs]
-        if share != 1:
-            differences = [each * share for each in differences]
-        found = self._average(differences, self._anchors)
-        count = len(self._weights)
-        for variable, anchor in zip(variables, self._anchors, strict=True):
-            variable.assign(anchor)
-        if self.outer is None:
-            count = 0
-        else:
-            self.outer.apply(found[:count], self._weights)
-        for variable, difference in zip(variables[count:], found[count:], strict=True):
-            average = ops.subtract(variable, difference)
-            if variable.constraint is not None:  # an outer optimizer applies it
-                average = variable.constraint(average)
-            variable.assign(average)
+        for fragment in self.fragments:
+            if fragment.has_arrived(self.taken):
+                fragment.receive()
+        for fragment in self.fragments:
+            if self.taken >= fragment.due:
+                self.ended += 1
+                self._end_round(fragment)
+                fragment.plan_next(self.taken, self._length, self._delay)
+        self.is_within = self.fragments[-1].began < self.taken
+        if not self.streams:
+            self._reset()
 
-    def end_counted(self, share: float = 1.0) -> None:
-        """Ends a round of steps that were counted here, on the host. Collective; blocks."""
-        self.end(share)
-        self.taken, self.ended = 0, self.ended + 1
+    def _end_round(self, fragment: Fragment) -> None:
+        """Averages a fragment whose next round begins then, or lets averages arrive later."""
+        if self._delay:
+            fragment.send()
+        else:
+            fragment.end()
+            if self.streams:
+                fragment.start()
+
+    def _receive_all(self) -> None:
+        for fragment in self.fragments:
+            if fragment.is_sent:
+                # Without steps of its own since then, a rank has none to keep.
+                fragment.receive(mixes=self.taken > fragment.began)
+
+    def _end_all(self, share: float, place: Sequence[Any]) -> None:
+        _, taken, begins = place
+        for fragment, began in zip(self.fragments, begins, strict=True):
+            if taken > began:
+                fragment.end(share)
+        self.ended += 1
+        self._reset()
 
     def finish(self) -> None:
         """Ends a round that has begun, at the same place on all ranks. Collective; blocks."""
         if self._counted is not None:
-            self.taken += int(self._counted)
-            self._counted.assign(0)
+            self._take_over(int(self._counted))
+        backend = _backends.active()
+        if self._delay:
+            backend.between_steps(self._receive_all)
         comm = self._ranks()
-        places = [(self.ended, self.taken)]
+        places = [(self.ended, self.taken, [each.began for each in self.fragments])]
         if comm is not None:
             places = _engine.collectives.allgather_object(
                 comm, places[0], operation="the end of a round of local steps"
             )
         newest = max(places)
-        took = sum(ended == newest[0] and taken > 0 for ended, taken in places)
+        took = sum(ended == newest[0] and taken > 0 for ended, taken, _ in places)
         # A rank that took no step of this round has the anchors of the round before.
         if comm is not None and (took < len(places) if took else min(places) < newest):
             self._catch_up(comm, places)
         if took:
             share = len(places) / took if self.taken else 0.0
-            _backends.active().between_steps(functools.partial(self.end_counted, share))
+            backend.between_steps(functools.partial(self._end_all, share, newest))
+
+    def _take_over(self, counted: int) -> None:
+        """Takes over what a graph has counted."""
+        self.taken += counted
+        self._counted.assign(0)
+        for fragment in self.fragments:
+            if counted >= fragment.due:
+                fragment.began = counted - (counted - fragment.due) % self._length
 
     def around(self, optimizer: Any, variables: Any, update: Callable[[], Any]) -> Any:
         """Makes an update of a loop that nobody else counts, and ends the round after its last."""
@@ -179,9 +243,9 @@ class Rounds:
             if not self.taken:
                 self.start()
             result = update()
-            self.taken += 1
+            self.count(1)
             if self.is_due:
-                backend.between_steps(self.end_counted)
+                backend.between_steps(self.end_due)
             return result
 
     def _around_in_graph(self, update: Callable[[], Any]) -> Any:
@@ -192,13 +256,23 @@ class Rounds:
         backend.when(ops.equal(counted, 0), self.start)
         result = update()
         counted.assign(counted + 1)
-
-        def end() -> None:
-            self.end()
-            counted.assign(0)
-
-        backend.when(ops.greater_equal(counted, self._length), end)
+        for fragment in self.fragments:
+            if self._delay:
+                arrived = self._is_passed(counted, fragment.due + self._delay)
+                backend.when(arrived, fragment.receive)
+            end = functools.partial(self._end_in_graph, fragment)
+            backend.when(self._is_passed(counted, fragment.due), end)
         return result
+
+    def _is_passed(self, counted: Any, due: int) -> Any:
+        """Returns whether the steps have come to a number that returns with each round."""
+        again = ops.equal(ops.mod(counted - due, self._length), 0)
+        return ops.logical_and(ops.greater_equal(counted, due), again)
+
+    def _end_in_graph(self, fragment: Fragment) -> None:
+        self._end_round(fragment)
+        if not self.streams:
+            self._counted.assign(0)
 
     def _compare(self) -> None:
         """Checks that all ranks have the same rounds; others would average at other steps."""
@@ -217,23 +291,13 @@ class Rounds:
                     "Pass the same local_steps to DistributedOptimizer on every rank.",
                 )
 
-    def _anchor_of(self, variable: Any) -> Any:
-        name = f"{variable_name(variable)}_anchor"
-        return keras.Variable(
-            "zeros",
-            shape=tuple(variable.shape),
-            dtype=keras.backend.standardize_dtype(variable.dtype),
-            trainable=False,
-            name=name.replace("/", "_"),
-        )
-
     def _ranks(self) -> _engine.Communicator | None:
         if not runtime.includes_me(self.options.process_set):
             return None
         comm = runtime.communicator(self.options.process_set)
         return comm if comm.size > 1 else None
 
-    def _catch_up(self, comm: _engine.Communicator, places: Sequence[tuple[int, int]]) -> None:
+    def _catch_up(self, comm: _engine.Communicator, places: Sequence[Any]) -> None:
         """Gives ranks that were out of data the state after the last round of the others."""
         backend, newest = _backends.active(), max(places)
         is_current = self.ended == newest[0] and (self.taken > 0 or not newest[1])
@@ -252,45 +316,7 @@ class Rounds:
             return
         for variable, array in zip(variables, received, strict=True):
             variable.assign(backend.tensor_of(array, variable.value))
-        for variable, anchor in zip([*self._weights, *self._others], self._anchors, strict=True):
-            variable.assign(anchor)
-        self.taken, self.ended = 0, newest[0]
-
-
-class LocalUpdates:
-    """Mixin of an optimizer with local steps; precedes those that update and reduce."""
-
-    _keras_dist: Any
-
-    def apply(self, grads: Any, trainable_variables: Any = None, *rest: Any, **options: Any) -> Any:
-        """Updates variables, and ends the round after its last update."""
-        given = [] if trainable_variables is None else [list(trainable_variables)]
-        update = functools.partial(super().apply, grads, *given, *rest, **options)  # type: ignore[misc]
-        return self._keras_dist.rounds.around(self, given[0] if given else None, update)
-
-    def stateless_apply(self, *given: Any, **named: Any) -> Any:
-        """Returns updated variables, in a step of `fit` or `train_on_batch`."""
-        if not self._keras_dist.rounds.is_entered:
-            raise errors.UsageError(
-                runtime.where(),
-                "local steps in fit, in train_on_batch or by optimizer.apply",
-                "stateless_apply in a loop written by hand, which cannot end a round",
-                "Train with fit, or compile only the gradients and call optimizer.apply.",
-            )
-        return super().stateless_apply(*given, **named)  # type: ignore[misc]
-
-    def finish_round(self) -> None:
-        """Averages the weights of all ranks now, if they have taken steps since they last did.
-
-        For loops written by hand: call it before the model is validated or saved, and at the end.
-        `fit` does so at the end of each epoch.
-
-        Collective: every rank, after the same number of steps; blocks.
-        """
-        self._keras_dist.rounds.finish()
-
-
-@functools.cache
-def local(mixin: Any) -> Any:
-    """Returns a mixin of an optimizer whose updates are local steps."""
-    return type(mixin.__name__, (LocalUpdates, mixin), {})
+        for fragment in self.fragments:
+            fragment.restore()
+        self._reset()
+        self.ended = newest[0]

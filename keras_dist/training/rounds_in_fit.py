@@ -61,12 +61,12 @@ def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
             backend.between_steps(_each(Rounds.start, begun), model, arguments, _own(begun))
         result = step(*arguments)
     for rounds in every.values():
-        rounds.taken += steps_of_call(model)
+        rounds.count(steps_of_call(model))
     due = [rounds for rounds in every.values() if rounds.is_due]
     if not due:
         return result
     values = result if isinstance(result, tuple) else (result,)
-    values = backend.between_steps(_each(Rounds.end_counted, due), model, values, _own(due))
+    values = backend.between_steps(_each(Rounds.end_due, due), model, values, _own(due))
     return values if isinstance(result, tuple) else values[0]
 
 

@@ -9,10 +9,10 @@ FEATURES, CLASSES = 6, 3
 BATCH, STEPS = 4, 6
 
 
-def make_model(optimizer=None, regularised=False, **options):
+def make_model(optimizer=None, regularised=False, width=16, **options):
     """A small classifier; the same weights on every rank and every call."""
     keras.utils.set_random_seed(1)
-    layers = [keras.Input((FEATURES,)), keras.layers.Dense(16, activation="relu")]
+    layers = [keras.Input((FEATURES,)), keras.layers.Dense(width, activation="relu")]
     if regularised:
         layers += [keras.layers.BatchNormalization(), keras.layers.Dropout(0.4)]
     layers += [keras.layers.Dense(CLASSES, activation="softmax")]

@@ -106,8 +106,8 @@ def _resolve(
         raise
     piggyback.deliver([arrival.call.notice for arrival in arrivals])
     comm.faults.joined = joined
-    if comm.faults.joined and comm.faults.on_missing and call.operation != JOINED:
-        comm.faults.on_missing()
+    if comm.faults.joined and call.operation != JOINED:
+        piggyback.tell(comm.faults.tell_missing)
 
 
 def match_names(

@@ -3,9 +3,15 @@
 A notice costs nothing while there is none. A rank with a notice brings another digest to the
 reduction of gradients; the ranks then exchange their signatures, as after any difference, and all
 receive the notice within the same update. Independent of signals; sends nothing itself.
+
+A reduction in the background ends at another step on each rank. What the ranks notice there is told
+when they take the result, which is the same step on all.
 """
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 Listener = Callable[[list[str]], None]
 
@@ -13,6 +19,38 @@ Listener = Callable[[list[str]], None]
 class _State:
     notice: str | None = None
     listener: Listener | None = None
+
+
+class _OfThread(threading.local):
+    held: list[Callable[[], None]] | None = None
+
+
+_of_thread = _OfThread()
+
+
+def hold(work: Callable[[], Any]) -> tuple[Any, list[Callable[[], None]]]:
+    """Returns the result of a function, and what is to be told later, see `release`."""
+    _of_thread.held = held = []
+    try:
+        return work(), held
+    finally:
+        _of_thread.held = None
+
+
+def release(found: tuple[Any, list[Callable[[], None]]]) -> Any:
+    """Tells what was noticed; returns the result of the function."""
+    result, held = found
+    for each in held:
+        each()
+    return result
+
+
+def tell(listener: Callable[[], None]) -> None:
+    """Calls a function that may stop training, now or later."""
+    if _of_thread.held is None:
+        listener()
+    else:
+        _of_thread.held.append(listener)
 
 
 def set_listener(listener: Listener) -> None:
@@ -47,4 +85,4 @@ def deliver(notices: Sequence[str | None]) -> None:
     if texts:
         _State.notice = None
         if _State.listener is not None:
-            _State.listener(texts)
+            tell(functools.partial(_State.listener, texts))

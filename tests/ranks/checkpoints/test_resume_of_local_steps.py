@@ -17,10 +17,16 @@ pytestmark = pytest.mark.jobs("training", "jax-2", "openmpi-3")
 STEPS = 5
 
 
-def train(*callbacks, steps=2, epochs=2, **options):
+STREAMING = {"fragments": 2, "delay": 1}
+
+
+def train(*callbacks, steps=2, epochs=2, streaming=None, compression="none", width=16, **options):
     optimizer = keras.optimizers.Adam(0.01, **options)
-    wrapped = keras_dist.DistributedOptimizer(optimizer, local_steps=LocalSteps(steps))
-    model = make_model(wrapped, regularised=True, metrics=["accuracy"])
+    local_steps = LocalSteps(steps, **(streaming or {}))
+    wrapped = keras_dist.DistributedOptimizer(
+        optimizer, local_steps=local_steps, compression=compression
+    )
+    model = make_model(wrapped, regularised=True, width=width, metrics=["accuracy"])
     x, y = make_data(STEPS * BATCH, seed=keras_dist.rank())
     callbacks = keras_dist.callbacks(*callbacks)
     fit = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "epochs": epochs}
@@ -38,6 +44,22 @@ def test_resumed_training_equals_uninterrupted_training(shared_tmp_path, kind, o
         train(kind(folder, save_freq=3), Interrupt(1, 3), **options)
     keras_dist.barrier()
     assert train(kind(folder, save_freq=3), **options)[:2] == expected[:2]
+
+
+@pytest.mark.parametrize("compression", ["none", "int8", "topk(ratio=0.1)"])
+def test_training_with_fragments_resumes_to_the_bit(shared_tmp_path, compression):
+    options = {"streaming": STREAMING, "compression": compression, "width": 256}
+    expected = train(BackupAndRestore(shared_tmp_path / "whole", save_freq=3), **options)
+    folder = shared_tmp_path / "interrupted"
+    with pytest.raises(Interrupted):
+        train(BackupAndRestore(folder, save_freq=3), Interrupt(1, 3), **options)
+    keras_dist.barrier()
+    found = train(BackupAndRestore(folder, save_freq=3), **options)
+    assert found[:2] == expected[:2]
+    errors = [model.optimizer._keras_dist.feedback.errors for *_, model in (found, expected)]
+    for values in zip(*(each.values() for each in errors), strict=True):
+        np.testing.assert_array_equal(*values)
+    assert len(errors[0]) == (compression != "none" and keras_dist.size() > 1)
 
 
 def test_training_resumes_at_an_epoch(shared_tmp_path):

@@ -6,7 +6,19 @@ import time
 import keras
 import numpy as np
 import pytest
-from small_training import CLASSES, FEATURES, agreed, assert_close, compiled, make_data, weights_of
+from local_training import (
+    BACKEND,
+    BATCH,
+    STEPS,
+    batches_of,
+    data_of,
+    fit,
+    local,
+    make,
+    tf_update,
+    update_of_loop,
+)
+from small_training import agreed, assert_close, compiled, weights_of
 
 import keras_dist
 from keras_dist import LocalSteps, errors
@@ -14,39 +26,8 @@ from keras_dist.training.model_state import to_numpy
 
 pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2", "torch-3")
 
-BACKEND = keras.backend.backend()
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
-STEPS, BATCH = 7, 4
 ROUNDS = 3, 3, 1  # of an epoch with rounds of three steps
-
-
-def make(optimizer, normalized=False, **options):
-    keras.utils.set_random_seed(1)
-    layers = [keras.Input((FEATURES,)), keras.layers.Dense(8, activation="tanh")]
-    if normalized:
-        layers += [keras.layers.BatchNormalization(momentum=0.5)]
-    layers += [keras.layers.Dense(CLASSES, activation="softmax")]
-    return compiled(keras.Sequential(layers), optimizer, **options)
-
-
-def local(optimizer, *args, **options):
-    steps = LocalSteps(*args, **options)
-    return keras_dist.DistributedOptimizer(optimizer, local_steps=steps)
-
-
-def data_of(rank):
-    return make_data(STEPS * BATCH, seed=10 + rank)
-
-
-def fit(model, epochs=1, callbacks=(), **options):
-    x, y = data_of(keras_dist.rank())
-    added = keras_dist.callbacks(*callbacks)
-    return model.fit(x, y, BATCH, epochs, shuffle=False, verbose=0, callbacks=added, **options)
-
-
-def batches_of(rank):
-    x, y = data_of(rank)
-    return [(x[at : at + BATCH], y[at : at + BATCH]) for at in range(0, len(x), BATCH)]
 
 
 def reference(make_inner, rate, momentum, epochs=1, normalized=False):
@@ -165,15 +146,10 @@ def test_compiled_steps_are_local_steps():
     assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
 
 
-def loss_of(model, x, y):
-    return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x)))
-
-
 def test_updates_of_a_loop_are_local_steps():
     model = make(optimizer := local(SGD(0.1), 3))
-    update = {"tensorflow": tf_update, "jax": jax_update, "torch": torch_update}[BACKEND]
     for x, y in batches_of(keras_dist.rank()):
-        update(model, optimizer, x, y)
+        update_of_loop(model, optimizer, x, y)
     optimizer.finish_round()
     assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
     assert agreed([w.tobytes() for w in weights_of(model)])
@@ -220,37 +196,6 @@ def test_weights_may_be_broadcast_after_the_first_step():
     assert agreed([w.tobytes() for w in weights_of(model)])
 
 
-def tf_update(model, optimizer, x, y):
-    import tensorflow as tf
-
-    with tf.GradientTape() as tape:
-        loss = loss_of(model, x, y)
-    gradients = tape.gradient(loss, model.trainable_variables)
-    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-
-def torch_update(model, optimizer, x, y):
-    import torch
-
-    model.zero_grad()
-    loss_of(model, x, y).backward()
-    with torch.no_grad():
-        gradients = [variable.value.grad for variable in model.trainable_variables]
-        optimizer.apply(gradients, model.trainable_variables)
-
-
-def jax_update(model, optimizer, x, y):
-    import jax
-
-    def loss(trainable, fixed):
-        outputs, _ = model.stateless_call(trainable, fixed, x)
-        return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, outputs))
-
-    values = [v.value for v in model.trainable_variables]
-    gradients = jax.grad(loss)(values, [v.value for v in model.non_trainable_variables])
-    optimizer.apply(gradients, model.trainable_variables)
-
-
 @pytest.mark.skipif(BACKEND != "jax", reason="of JAX")
 def test_a_compiled_update_of_a_loop_is_refused():
     model = make(optimizer := local(SGD(0.1), 3))
@@ -267,7 +212,17 @@ def test_options_of_reduced_gradients_are_refused(options):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"steps": 0}, {"steps": 1.5}, {"outer": 3}, {"within": "rack"}]
+    "arguments",
+    [
+        {"steps": 0},
+        {"steps": 1.5},
+        {"outer": 3},
+        {"within": "rack"},
+        {"fragments": 0},
+        {"steps": 4, "fragments": 5},
+        {"delay": -1},
+        {"steps": 4, "delay": 4},
+    ],
 )
 def test_invalid_arguments_are_refused(arguments):
     with pytest.raises((errors.ArgumentError, errors.ArgumentTypeError), match="Received"):
@@ -367,7 +322,7 @@ def test_copies_have_the_same_local_steps(shared_tmp_path):
         fit(each)
     for value, wanted in zip(weights_of(loaded), weights_of(model), strict=True):
         np.testing.assert_array_equal(value, wanted)
-    assert loaded.optimizer._keras_dist.rounds.outer.get_config()["learning_rate"] == 0.5
+    assert loaded.optimizer._keras_dist.rounds.outers[0].learning_rate == 0.5
 
 
 @pytest.mark.skipif(keras_dist.size() == 1, reason="of several ranks")

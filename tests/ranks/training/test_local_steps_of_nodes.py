@@ -36,8 +36,8 @@ def within():
         keras_dist.remove_process_set(each)
 
 
-def make(within):
-    steps = LocalSteps(2, within=within)
+def make(within, steps=2, **streaming):
+    steps = LocalSteps(steps, within=within, **streaming)
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     return make_model(keras_dist.DistributedOptimizer(optimizer, local_steps=steps))
 
@@ -93,5 +93,16 @@ def test_ranks_of_a_group_are_equal_after_each_step(within):
         for ranks, expected in zip(groups(), first, strict=True):
             assert all(everyone[rank] == expected for rank in ranks)
         assert (first[0] == first[1]) == (number % 2 == 1)
+    model.optimizer.finish_round()
+    assert agreed([w.tobytes() for w in weights_of(model)])
+
+
+def test_averages_of_fragments_travel_while_ranks_of_a_group_average(within):
+    model = make(within, 4, fragments=2, delay=1)
+    for x, y in batches_of(keras_dist.rank()):
+        model.train_on_batch(x, y)
+        everyone = keras_dist.allgather_object([w.tobytes() for w in weights_of(model)])
+        for ranks in groups():
+            assert all(everyone[rank] == everyone[ranks[0]] for rank in ranks)
     model.optimizer.finish_round()
     assert agreed([w.tobytes() for w in weights_of(model)])
