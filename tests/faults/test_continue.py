@@ -195,6 +195,18 @@ def test_fit_goes_on(ulfm_job, backend, kills):
     assert ["3 of 4 ranks continue" in died[0], "2 of 3 ranks continue" in died[1]] == [True, True]
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.fault(
+    "a rank is killed within a round of local steps, with `on_failure=continue`",
+    "the remaining ranks average what they have; equal weights",
+    within=60,
+)
+def test_a_rank_dies_in_a_round_of_local_steps(ulfm_job, delay):
+    how = {"timeout": 150, "KERAS_BACKEND": "jax"}
+    printed = ulfm_job(3, "surviving_fit.py", "in_a_round", delay, **how).succeeded("ended 2")
+    assert "2 of 3 ranks continue" in printed
+
+
 @pytest.mark.slow
 @pytest.mark.fault(
     "a rank is killed in `fit` with `on_failure=continue`, and fewer are left than the job needs "
