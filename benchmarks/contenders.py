@@ -13,6 +13,13 @@ WARM_STEPS = 3
 DIFFER = ("none", "together", "loop", "post_local")  # weights of the ranks, after a fit
 RATE = 0.01
 LOCAL_STEPS = 64  # between two exchanges of the contenders that do not talk every step
+FRAGMENTS = {"fragments": 2, "delay": 8}
+# By contender with local steps: how the averages travel, and their compression.
+LOCAL = {
+    "local": ({}, "none"),
+    "streaming": (FRAGMENTS, "none"),
+    "streaming_int8": (FRAGMENTS, "int8"),
+}
 
 
 def time_fits(task):
@@ -87,13 +94,17 @@ def make_fit(name, model, steps):
         given = list(inputs) if isinstance(inputs, tuple) else inputs
         return Fit(make(), (given, labels), scope=scope, batch_size=model.batch_size)
     optimizer = naive_sgd(RATE) if name == "naive" else keras.optimizers.SGD(RATE)
-    if name in ("ours", "apart", "local"):
-        options = {"local_steps": keras_dist.LocalSteps(LOCAL_STEPS)} if name == "local" else {}
+    if name in ("ours", "apart", *LOCAL):
+        options = {}
+        if name in LOCAL:
+            streaming, compression = LOCAL[name]
+            options["local_steps"] = keras_dist.LocalSteps(LOCAL_STEPS, **streaming)
+            options["compression"] = compression
         optimizer = keras_dist.DistributedOptimizer(optimizer, **options)
     whole = model.data(count * keras_dist.size(), 0)
     data = keras_dist.data.shard(whole, batch_size=model.batch_size)
     callbacks = {"together": lambda: [make_barrier()]}
-    callbacks |= dict.fromkeys(("ours", "apart", "local"), keras_dist.callbacks)
+    callbacks |= dict.fromkeys(("ours", "apart", *LOCAL), keras_dist.callbacks)
     scope = without_overlap if name == "apart" else contextlib.nullcontext
     return Fit(model.compiled(optimizer), (data,), callbacks.get(name, list), scope)
 

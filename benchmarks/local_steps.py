@@ -3,6 +3,7 @@
     python benchmarks/local_steps.py [--ranks 2 4] [--steps 1 16 64 256] [--seeds 3] [--quick]
     python benchmarks/local_steps.py --resume     # goes on after an interrupted run
     python benchmarks/local_steps.py --small      # a decoder of 0.3 million parameters
+    python benchmarks/local_steps.py --fragments 2 --delay 4 --compression int8
 
 A decoder of 3.3 million parameters learns to continue text, byte by byte, and a small convolutional
 network to read digits. The text is what packages ship: the topics of Python's own help, and the
@@ -30,6 +31,7 @@ PARTS, STEPS = 8, 256  # a part is a call of fit: the loss is taken after each
 TITLES = {"text": "decoder, text", "images": "CNN, digits"}
 BATCH = {"text": 16, "images": 32}  # over all ranks
 DEFAULT = 16  # local steps
+STREAMING = ("fragments", "delay", "compression")
 LOSES = 0.02  # of the validation loss, at most, with the defaults
 SYNCHRONOUS = "every step"
 
@@ -42,6 +44,9 @@ def main():
     made.add_argument("--tasks", nargs="+", choices=list(TITLES), default=list(TITLES))
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--outer", choices=["default", "none"], nargs="+", default=["default"])
+    made.add_argument("--fragments", type=int, default=1, help="of local steps, where it can be")
+    made.add_argument("--delay", type=int, default=0, help="of averages, where it can be")
+    made.add_argument("--compression", default="none", help="of differences after local steps")
     made.add_argument("--small", action="store_true", help="a smaller decoder")
     made.add_argument("--dtype", default="float32", help="dtype policy of the decoder")
     made.add_argument("--resume", action="store_true", help="run only what an earlier run lacks")
@@ -60,6 +65,7 @@ def main():
                         continue
                     task = {"task": name, "steps": steps, "outer": outer, "seed": seed}
                     task["dtype"] = options.dtype if name == "text" else "float32"
+                    task |= {each: getattr(options, each) for each in STREAMING}
                     known[key] = start(__file__, ranks, {**task, "parts": parts, "size": size})
                     kept.write_text(json.dumps(known))
                     print(key, f"{known[key][-1]:.4f}", flush=True)
@@ -67,7 +73,9 @@ def main():
 
 
 def name_of(options):
-    return slug("local_steps_small" if options.small else "local_steps")
+    given = {name: getattr(options, name) for name in STREAMING}
+    told = [f"{name}_{value}" for name, value in given.items() if value not in (1, 0, "none")]
+    return slug("_".join(["local_steps", *(["small"] if options.small else []), *told]))
 
 
 def contenders(options):
@@ -102,8 +110,11 @@ def work(path):
     )
     options = {}
     if task["steps"]:
-        outer = {} if task["outer"] == "default" else {"outer": None}
-        options["local_steps"] = keras_dist.LocalSteps(task["steps"], **outer)
+        how = {} if task["outer"] == "default" else {"outer": None}
+        how |= {"fragments": min(task["fragments"], task["steps"])}
+        how |= {"delay": min(task["delay"], task["steps"] - 1)}
+        options["local_steps"] = keras_dist.LocalSteps(task["steps"], **how)
+        options["compression"] = task["compression"]
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.AdamW(rate), **options)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss=loss)

@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 
 from common import answer, conclude, load, options_of, parser, ratio, slug, surroundings, table
-from contenders import LOCAL_STEPS, time_fits
+from contenders import LOCAL, LOCAL_STEPS, time_fits
 from host_jobs import Unavailable, start_on_hosts
 from models import MODELS
 
@@ -23,12 +23,14 @@ FEW_STEPS = 6
 CONTENDERS = {
     "none": ("no communication", "none"),
     "local": (f"keras_dist, LocalSteps({LOCAL_STEPS})", "none"),
+    "streaming": ("the same, 2 fragments, 8 steps late", "none"),
+    "streaming_int8": ("the same in int8", "none"),
     "ours": ("keras_dist, every step", "none"),
     "loop": ("plain torch, no communication", "loop"),
     "ddp": ("DDP over gloo", "loop"),
     "post_local": (f"PostLocalSGDOptimizer, {LOCAL_STEPS} steps", "loop"),
 }
-OF_KERAS, OF_TORCH = ["none", "local", "ours"], ["loop", "ddp", "post_local"]
+OF_KERAS, OF_TORCH = ["none", *LOCAL, "ours"], ["loop", "ddp", "post_local"]
 KEPT = {1: 0.9, 2.5: 0.95}  # by Gbit/s: share of no communication that local steps keep at least
 TIMES_DDP = {1: 3.5, 2.5: 2.0}
 
@@ -88,7 +90,9 @@ def work(path):
 
 
 def steps_of(contender):
-    return LOCAL_STEPS if contender in ("local", "post_local") else FEW_STEPS
+    if contender in LOCAL:  # until the last average has been applied
+        return LOCAL_STEPS + LOCAL[contender][0].get("delay", 0)
+    return LOCAL_STEPS if contender == "post_local" else FEW_STEPS
 
 
 # --- what came out ---------------------------------------------------------------------------
