@@ -49,7 +49,8 @@ class GradientReduction:
     @property
     def feedback(self) -> _engine.Feedback:
         """What a compression with error feedback keeps, by `key_of` each variable."""
-        return self._plans.feedback if self.rounds is None else self.rounds.feedback
+        found: _engine.Feedback = self._plans.feedback
+        return found if self.rounds is None else self.rounds.reduction.feedback
 
     def communicator(self) -> _engine.Communicator | None:
         """Returns the communicator of the reduction; `None` if this rank reduces with no other."""

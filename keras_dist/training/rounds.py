@@ -35,7 +35,7 @@ class Rounds:
     """
 
     def __init__(self, options: ReductionOptions, reduction: Any):
-        self.options, self._reduction = options, reduction
+        self.options, self.reduction = options, reduction
         steps = options.local_steps
         self.fragments = [Fragment(steps.make_outer(), reduction) for _ in range(steps.fragments)]
         #: whether rounds of some weights go on where those of others end
@@ -73,12 +73,6 @@ class Rounds:
     def weights(self) -> list[Any]:
         """The weights that outer optimizers update; none before the first step."""
         return [weight for each in self.fragments for weight in each.weights]
-
-    @property
-    def feedback(self) -> _engine.Feedback:
-        """What a compression of differences keeps."""
-        found: _engine.Feedback = self._reduction.feedback
-        return found
 
     def restart(self) -> None:
         """Forgets the steps of this round: all ranks are given new weights."""
@@ -132,7 +126,7 @@ class Rounds:
         for number, (fragment, part) in enumerate(zip(self.fragments, parts, strict=True), 1):
             fragment.build(part, others if number == count else ())
         # A compression keeps its errors by the weights; it leaves the others alone.
-        self._reduction.stands_for = {
+        self.reduction.stands_for = {
             key_of(anchor): key_of(weight)
             for fragment in self.fragments
             for anchor, weight in zip(fragment.anchors, fragment.weights, strict=False)
