@@ -62,8 +62,9 @@ class ReductionOptions:
     def gradient_compression(self) -> _engine.GradientCompression | None:
         """The compression with error feedback of gradients, if it is one."""
         given = self.compression
-        is_one = isinstance(given, _engine.GradientCompression) and self.local_steps is None
-        return given if is_one else None
+        if self.local_steps is None and isinstance(given, _engine.GradientCompression):
+            return given
+        return None
 
     @property
     def dense(self) -> bool:

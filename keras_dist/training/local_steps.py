@@ -151,9 +151,10 @@ def _count(what: str, value: Any, least: int, remedy: str, most: int | None = No
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         received = f"{value!r} of type {type(value).__name__}"
         raise errors.ArgumentTypeError(runtime.where(), expected, received, remedy)
-    if value < least or (most is not None and value > most):
+    number = int(value)
+    if number < least or (most is not None and number > most):
         raise errors.ArgumentError(runtime.where(), expected, repr(value), remedy)
-    return int(value)
+    return number
 
 
 def _refuse(expected: str, received: str, remedy: str) -> None:

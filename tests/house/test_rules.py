@@ -96,7 +96,7 @@ LIBRARIES = {
 
 # The packages and modules of the engine, lowest first; modules of one line are not ordered.
 ENGINE_LAYERS = [
-    "arithmetic gradient_compression low_rank buckets gradient_sets",
+    "arithmetic gradient_compression low_rank quantization buckets gradient_sets",
     "compression",
     "signature",
     "tracing",

@@ -21,20 +21,21 @@ class _State:
     listener: Listener | None = None
 
 
-class _OfThread(threading.local):
-    held: list[Callable[[], None]] | None = None
+class _Held(threading.local):
+    told: list[Callable[[], None]] | None = None
 
 
-_of_thread = _OfThread()
+_held = _Held()
 
 
 def hold(work: Callable[[], Any]) -> tuple[Any, list[Callable[[], None]]]:
     """Returns the result of a function, and what is to be told later, see `release`."""
-    _of_thread.held = held = []
+    held: list[Callable[[], None]] = []
+    _held.told = held
     try:
         return work(), held
     finally:
-        _of_thread.held = None
+        _held.told = None
 
 
 def release(found: tuple[Any, list[Callable[[], None]]]) -> Any:
@@ -47,10 +48,10 @@ def release(found: tuple[Any, list[Callable[[], None]]]) -> Any:
 
 def tell(listener: Callable[[], None]) -> None:
     """Calls a function that may stop training, now or later."""
-    if _of_thread.held is None:
+    if _held.told is None:
         listener()
     else:
-        _of_thread.held.append(listener)
+        _held.told.append(listener)
 
 
 def set_listener(listener: Listener) -> None:

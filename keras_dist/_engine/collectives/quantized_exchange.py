@@ -79,6 +79,7 @@ def reduce_packed(comm: Communicator, packed: np.ndarray, averages: bool, add: A
     Ranks that have joined do not count. Collective: every rank; blocks.
     """
     entry = Entry("quantized gradients", packed.shape, str(packed.dtype))
+    rows: Sequence[np.ndarray]
     with comm.lock:
         rendezvous(comm, CollectiveSignature("exchange of gradients", (entry,), spares=True))
         if comm.faults.joined is not None:
@@ -86,8 +87,8 @@ def reduce_packed(comm: Communicator, packed: np.ndarray, averages: bool, add: A
         else:
             write = functools.partial(np.copyto, src=packed.reshape(1, -1))
             mine = Rows(packed.size, packed.dtype, np.zeros(1, np.int64), write)
-            rows, _, places = exchange_rows_of_nodes(comm, mine, [1] * comm.size)
-            rows = rows if places is None else [rows[place] for place in places]
+            memory, _, places = exchange_rows_of_nodes(comm, mine, [1] * comm.size)
+            rows = [memory[at] for at in (range(comm.size) if places is None else places)]
         sums = add(rows)
         if averages and len(rows) > 1:
             divide(sums, len(rows))
