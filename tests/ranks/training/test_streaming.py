@@ -25,7 +25,7 @@ from keras_dist import errors
 from keras_dist.training.fragments import cut
 from keras_dist.training.model_state import to_numpy
 
-pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2-rows", "torch-3")
+pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2", "torch-3")
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 LENGTH = 4  # steps of a round
