@@ -21,7 +21,7 @@ from turns import in_turn
 
 BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "torch"}
 IMAGES, BATCH, EPOCHS = 512, 128, 8
-RATE = 0.1
+RATE = 0.02
 FASTER, DIFFERS = 0.75, 1e-3  # bounds: share of the ideal speed, relative difference of the loss
 POINTS = {"textcoords": "offset points", "fontsize": 9}
 STYLES = {
