@@ -43,7 +43,12 @@ def main():
     made.add_argument("--steps", type=int, nargs="*", default=[1, 16, 64, 256])
     made.add_argument("--tasks", nargs="+", choices=list(TITLES), default=list(TITLES))
     made.add_argument("--seeds", type=int, default=3)
-    made.add_argument("--outer", choices=["default", "none"], nargs="+", default=["default"])
+    made.add_argument(
+        "--outer",
+        nargs="+",
+        default=["default"],
+        help='"default", "none", or as in 1.0,0.5: rate and Nesterov momentum of SGD',
+    )
     made.add_argument("--fragments", type=int, default=1, help="of local steps, where it can be")
     made.add_argument("--delay", type=int, default=0, help="of averages, where it can be")
     made.add_argument("--compression", default="none", help="of differences after local steps")
@@ -110,7 +115,7 @@ def work(path):
     )
     options = {}
     if task["steps"]:
-        how = {} if task["outer"] == "default" else {"outer": None}
+        how = outer_of(task["outer"])
         how |= {"fragments": min(task["fragments"], task["steps"])}
         how |= {"delay": min(task["delay"], task["steps"] - 1)}
         options["local_steps"] = keras_dist.LocalSteps(task["steps"], **how)
@@ -126,6 +131,18 @@ def work(path):
         losses.append(float(model.evaluate(*held_back, batch_size=64, verbose=0)))
     if keras_dist.rank() == 0:
         answer(path, losses)
+
+
+def outer_of(word):
+    """Returns the argument of `LocalSteps` for a word of `--outer`."""
+    import keras
+
+    if word == "default":
+        return {}
+    if word == "none":
+        return {"outer": None}
+    rate, momentum = map(float, word.split(","))
+    return {"outer": keras.optimizers.SGD(rate, momentum=momentum, nesterov=momentum > 0)}
 
 
 def text(parts, seed):
@@ -241,7 +258,7 @@ def title(contender):
     steps, outer = contender
     if not steps:
         return SYNCHRONOUS
-    return f"H = {steps}" + ("" if outer == "default" else ", averages")
+    return f"H = {steps}" + {"default": "", "none": ", averages"}.get(outer, f", SGD({outer})")
 
 
 def plot(options, known, path):
