@@ -282,7 +282,7 @@ while True:
 
 @pytest.mark.parametrize(("rank", "how"), [(0, "dies"), (1, "raises")])
 def test_no_rank_waits_for_an_ended_rank(run_ranks, folder, rank, how):
-    job = run_ranks(2, *script(RANKS + ENDS)[1:], str(folder), str(rank), how, timeout=30)
+    job = run_ranks(2, *script(RANKS + ENDS)[1:], str(folder), str(rank), how)
     assert job.returncode != 0
     assert how == "dies" or "[1] RuntimeError: no more" in job.stdout, job.stdout
 
