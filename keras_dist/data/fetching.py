@@ -134,9 +134,10 @@ class Fetch:
             return False
         self._check_owner()
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            if json.loads((self._entry / NOTE).read_text())["contents"] == _contents(self.path):
+            # Earlier versions noted digests, as "contents": such a copy is made again.
+            if json.loads((self._entry / NOTE).read_text())["files"] == _contents(self.path):
                 return True
-        _log.warning("%s has changed since it was copied: it is copied again.", self.path)
+            _log.warning("%s has changed since it was copied: it is copied again.", self.path)
         return False
 
     def _check_owner(self) -> None:
@@ -162,7 +163,7 @@ class Fetch:
             archive.unlink()
         else:
             self._copy(target)
-        (folder / NOTE).write_text(json.dumps({"contents": _contents(target)}))
+        (folder / NOTE).write_text(json.dumps({"files": _contents(target)}))
 
     def _copy(self, target: Path) -> None:
         """Copies the source to a file, and checks it."""

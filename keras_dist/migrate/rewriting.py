@@ -167,6 +167,8 @@ class _Rewriter(m.MatcherDecoratableTransformer):
             args = [_without_call(arg) for arg in args]
         if (removed := REMOVED_ARGUMENTS.get(function)) and holder:
             args = [arg for arg in args if not _is_named(arg, removed)]
+        if holder and (old := next((arg for arg in args if _is_named(arg, "num_groups")), None)):
+            args[args.index(old)] = old.with_changes(keyword=cst.Name("groups"))
         if function in ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"):
             averaged = next((arg for arg in args if _is_named(arg, "average")), None)
             if averaged is not None and holder in self._aliases:

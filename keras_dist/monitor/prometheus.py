@@ -13,7 +13,8 @@ from keras_dist.monitor.report import Job, Row
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-LABELS = ["job_name", "rank", "host"]
+JOB = ["job_name", "pid"]  # jobs may have one name; pid is that of rank 0
+LABELS = [*JOB, "rank", "host"]
 
 HELP = {
     "epoch": "Current epoch of a rank, from 1.",
@@ -56,25 +57,19 @@ def to_text(jobs: Sequence[Job]) -> bytes:
     return generate_latest(registry)
 
 
-def _names(jobs: Sequence[Job]) -> list[str]:
-    """Returns a name of its own for each job; of equal names the earliest job keeps the name."""
-    first = {job.name: job for job in sorted(jobs, key=lambda job: -job.started)}
-    return [job.name if first[job.name] is job else f"{job.name} ({job.pid})" for job in jobs]
-
-
 class _Collector(Collector):
     def __init__(self, jobs: Sequence[Job]):
-        self._jobs = list(zip(_names(jobs), jobs, strict=True))
+        self._jobs = [([job.name, str(job.pid)], job) for job in jobs]
         self._rows = [
-            ([name, str(row.report.rank), row.report.host], row)
-            for name, job in self._jobs
+            ([*labels, str(row.report.rank), row.report.host], row)
+            for labels, job in self._jobs
             for row in job.rows
         ]
 
     def collect(self) -> Iterator[Metric]:
-        ranks = GaugeMetricFamily("keras_dist_ranks", "Ranks of the job.", labels=["job_name"])
-        for name, job in self._jobs:
-            ranks.add_metric([name], len(job.rows))
+        ranks = GaugeMetricFamily("keras_dist_ranks", "Ranks of the job.", labels=JOB)
+        for labels, job in self._jobs:
+            ranks.add_metric(labels, len(job.rows))
         yield ranks
         for name, text in HELP.items():
             kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily

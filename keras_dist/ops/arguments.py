@@ -1,6 +1,7 @@
 """Conversion and checks of the arguments of collectives, also of Horovod's deprecated ones."""
 
 import functools
+import inspect
 import warnings
 from typing import Any, cast
 
@@ -109,4 +110,8 @@ def resolve_groups(groups: Any, num_groups: int) -> Any:
 def _warn_deprecated(old: str, new: str, until: str = "2.0") -> None:
     """Warns the caller of a public function that an argument leaves with a version."""
     text = f"{old} is deprecated and will be removed in keras_dist {until}: pass {new}."
-    warnings.warn(text, DeprecationWarning, stacklevel=4)
+    # Python shows such warnings of the script itself only, so it must not seem to be one of ours.
+    frames = inspect.getouterframes(inspect.currentframe(), context=0)
+    names = [found.frame.f_globals.get("__name__", "") for found in frames]
+    level = next((at for at, name in enumerate(names) if not name.startswith("keras_dist.")), 0)
+    warnings.warn(text, DeprecationWarning, stacklevel=level + 1)

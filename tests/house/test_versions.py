@@ -38,7 +38,7 @@ def test_warnings_of_deprecation_have_one_form():
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and "DeprecationWarning" in map(ast.unparse, node.args)
     ]
-    assert calls == ["arguments.py: warnings.warn(text, DeprecationWarning, stacklevel=4)"]
+    assert calls == ["arguments.py: warnings.warn(text, DeprecationWarning, stacklevel=level + 1)"]
 
 
 def test_what_is_deprecated_leaves_with_its_version():

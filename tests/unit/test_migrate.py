@@ -16,7 +16,7 @@ hvd.init()
 gpus = tf.config.experimental.list_physical_devices("GPU")
 if gpus:
     tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
-opt = hvd.DistributedOptimizer(tf.optimizers.Adam(0.001 * hvd.size()))
+opt = hvd.DistributedOptimizer(tf.optimizers.Adam(0.001 * hvd.size()), num_groups=2)
 model.compile(
     loss="mse",
     optimizer=opt,
@@ -40,7 +40,7 @@ gpus = tf.config.experimental.list_physical_devices("GPU")
 if gpus:
     # keras_dist: init has selected the GPU of this rank; this line can be removed.
     tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
-opt = hvd.DistributedOptimizer(tf.optimizers.Adam(0.001 * hvd.size()))
+opt = hvd.DistributedOptimizer(tf.optimizers.Adam(0.001 * hvd.size()), groups=2)
 model.compile(
     loss="mse",
     optimizer=opt,

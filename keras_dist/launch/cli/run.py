@@ -223,10 +223,10 @@ def _run_with_restarts(
 def _tell_of_backend(environment: dict[str, str]) -> None:
     """Names the backend that Keras selects for the ranks, if it is not installed here."""
     wanted = backends.wanted(environment)
-    if importlib.util.find_spec(wanted) is None:
+    if importlib.util.find_spec(wanted.partition(".")[0]) is None:
         _print(
-            f"Keras selects the backend {wanted}, which is not installed here: `import keras` "
-            f"fails unless the script selects another. {backends.remedy(wanted)}"
+            f"if the script failed at `import keras`: Keras selects the backend {wanted}, which is "
+            f"not installed here. {backends.remedy(wanted)}"
         )
 
 

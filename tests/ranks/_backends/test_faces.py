@@ -554,8 +554,9 @@ if hasattr(face, "sparse_allreduce"):
     def test_the_argument_average_is_deprecated():
         tensor = face.tensor(own((3,)))
         for average, op in ((False, hvd.Sum), (True, hvd.Average)):
-            with pytest.warns(DeprecationWarning, match=rf"op=hvd\.{op.name.title()}"):
+            with pytest.warns(DeprecationWarning, match=rf"op=hvd\.{op.name.title()}") as warned:
                 found = hvd.allreduce(tensor, average=average)
+            assert warned[0].filename == __file__
             check(found, reduced([own((3,), rank=rank) for rank in range(SIZE)], op))
 
     @pytest.mark.parametrize("form", face.GRADIENTS)

@@ -126,7 +126,7 @@ def test_prometheus_brings_a_token_in_a_header_or_a_parameter(endpoint):
         (f"{endpoint}/metrics?token={quoted}", {}),
     ]:
         status, _, body = get(url, **headers)
-        assert status == 200 and 'keras_dist_ranks{job_name="train.py"}' in body
+        assert status == 200 and 'keras_dist_ranks{job_name="train.py",pid="' in body
     assert get(f"{endpoint}/other?token={quoted}")[0] == 404
 
 
@@ -147,8 +147,8 @@ def test_figures_of_jobs_with_one_name_are_series_of_their_own():
     series = [line.rpartition(" ")[0] for line in lines]
     assert len(set(series)) == len(series)
     assert [name for name in series if name.startswith("keras_dist_ranks")] == [
-        'keras_dist_ranks{job_name="train.py (8)"}',
-        'keras_dist_ranks{job_name="train.py"}',
+        'keras_dist_ranks{job_name="train.py",pid="8"}',
+        'keras_dist_ranks{job_name="train.py",pid="7"}',
     ]
 
 
