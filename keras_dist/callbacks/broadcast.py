@@ -78,9 +78,10 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
             return
         keep_local(self.model, self.local_variables)
         self._compare_optimizers()
-        if self.model.built:
+        is_loop = self.session.task == "loop"
+        if self.model.built or (is_loop and self.session.is_built):
             self._broadcast()
-        elif self.session.task == "loop":
+        elif is_loop:
             self.session.when_built = self._broadcast
         else:
             self.session.before_first_step(FirstStep.BROADCAST, self._build_and_broadcast)

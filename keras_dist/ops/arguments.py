@@ -107,11 +107,14 @@ def resolve_groups(groups: Any, num_groups: int) -> Any:
     return num_groups if groups is None else groups
 
 
+OURS = ("keras_dist.", "tensorflow.")  # some operations are called by a wrapper of TensorFlow
+
+
 def _warn_deprecated(old: str, new: str, until: str = "2.0") -> None:
     """Warns the caller of a public function that an argument leaves with a version."""
     text = f"{old} is deprecated and will be removed in keras_dist {until}: pass {new}."
     # Python shows such warnings of the script itself only, so it must not seem to be one of ours.
     frames = inspect.getouterframes(inspect.currentframe(), context=0)
     names = [found.frame.f_globals.get("__name__", "") for found in frames]
-    level = next((at for at, name in enumerate(names) if not name.startswith("keras_dist.")), 0)
+    level = next((at for at, name in enumerate(names) if not name.startswith(OURS)), 0)
     warnings.warn(text, DeprecationWarning, stacklevel=level + 1)

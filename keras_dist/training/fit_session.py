@@ -132,15 +132,21 @@ class FitSession:
             arguments = first[place](*arguments)
         return self.model.train_function(*arguments)
 
+    @property
+    def is_built(self) -> bool:
+        """Whether the model has its weights, also one that trains its layers without a `call`."""
+        layers = self.model.layers if isinstance(self.model, keras.Model) else []
+        return self.model.built or (bool(layers) and all(each.built for each in layers))
+
     def begin_step(self) -> None:
         """Does what waits for the model of a loop to be built."""
-        if self.when_built is not None and self.model.built:
+        if self.when_built is not None and self.is_built:
             work, self.when_built = self.when_built, None
             work()
 
     def end_step(self) -> None:
         """Checks that what precedes the first step of a loop has been done."""
-        if self.when_built is not None and self.model.built:
+        if self.when_built is not None and self.is_built:
             raise errors.UsageError(
                 runtime.where(),
                 f"model {self.model.name!r} to be built before the first step of a loop",

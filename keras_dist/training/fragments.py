@@ -13,8 +13,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_dist import _backends
+from keras_dist import _backends, errors, runtime
+from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist.training.model_state import variable_name
+from keras_dist.training.rank_gradients import key_of
 
 # Share of the weights of a rank where an average arrives late, as in Streaming DiLoCo: without the
 # averages ranks drift apart, and without their own weights the steps meanwhile are lost.
@@ -48,8 +50,16 @@ class Fragment:
         """Takes weights, and others that are averaged without the outer optimizer."""
         self.weights, self._others = list(weights), list(others)
         self.anchors = [_anchor_of(variable) for variable in self.variables]
-        if self.outer is not None:
-            self.outer.build(self.weights)
+        if self.outer is None:
+            return
+        self.outer.build(self.weights)
+        if list(map(key_of, trained_by(self.outer))) != list(map(key_of, self.weights)):
+            raise errors.CheckpointError(
+                runtime.where(),
+                "a checkpoint of local steps with as many fragments",
+                "an outer optimizer that was restored for other weights",
+                "Pass to LocalSteps the fragments with which the checkpoint was written.",
+            )
 
     def plan(self, due: int) -> None:
         """Makes a round begin whose end is due after a number of batches."""

@@ -115,7 +115,7 @@ def _running(task: str) -> Callable[..., Any]:
 def _train_on_batch(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     loop = running_in(model)
     if loop is not None and loop.when_built is not None:
-        if not model.built:
+        if not loop.is_built:
             model(inspect.signature(method).bind(model, *args, **kwargs).arguments["x"])
         loop.begin_step()
     with FitSession(model, "train_on_batch"):

@@ -59,6 +59,11 @@ class Rounds:
         )
 
     @property
+    def is_in_loop(self) -> bool:
+        """Whether a graph counts the steps: then no others may be within its rounds."""
+        return self._counted is not None
+
+    @property
     def outers(self) -> list[Any]:
         """The outer optimizers, one for each fragment; none for plain averages."""
         return [each.outer for each in self.fragments if each.outer is not None]
@@ -232,7 +237,9 @@ class Rounds:
             self.build(optimizer)
         backend = _backends.active()
         with self.entered():
-            if backend.is_traced((), variables or trained_by(optimizer)):
+            if self._counted is None and backend.is_traced((), variables or trained_by(optimizer)):
+                self._count_in_graph()
+            if self._counted is not None:  # so do steps outside of the graph
                 return self._around_in_graph(update)
             if not self.taken:
                 self.start()
@@ -242,11 +249,18 @@ class Rounds:
                 backend.between_steps(self.end_due)
             return result
 
+    def _count_in_graph(self) -> None:
+        if self.taken:
+            raise errors.UsageError(
+                runtime.where(),
+                "a round of local steps to end before a tf.function takes its first step",
+                f"a round of {self.taken} steps outside of the function",
+                "Call optimizer.finish_round() before the function.",
+            )
+        self._counted = keras.Variable("zeros", shape=(), dtype="int32", trainable=False)
+
     def _around_in_graph(self, update: Callable[[], Any]) -> Any:
-        backend = _backends.active()
-        if self._counted is None:
-            self._counted = keras.Variable("zeros", shape=(), dtype="int32", trainable=False)
-        counted = self._counted
+        backend, counted = _backends.active(), self._counted
         backend.when(ops.equal(counted, 0), self.start)
         result = update()
         counted.assign(counted + 1)

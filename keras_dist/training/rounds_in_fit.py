@@ -51,6 +51,9 @@ def count_steps(model: Any, is_made: bool) -> None:
 def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
     """Calls a train function, and ends the rounds that have all of their steps."""
     backend, every = _backends.active(), rounds_of(model)
+    in_loop = [rounds for rounds in every.values() if rounds.is_in_loop]
+    for rounds in in_loop:
+        rounds.finish()
     with contextlib.ExitStack() as entered:
         for rounds in every.values():
             entered.enter_context(rounds.entered())
@@ -62,6 +65,8 @@ def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
         result = step(*arguments)
     for rounds in every.values():
         rounds.count(steps_of_call(model))
+    for rounds in in_loop:
+        rounds.finish()
     due = [rounds for rounds in every.values() if rounds.is_due]
     if not due:
         return result

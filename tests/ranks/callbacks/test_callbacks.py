@@ -114,6 +114,17 @@ def test_a_loop_begins_with_the_roots_weights_where_its_first_step_builds_the_mo
     assert int(model.optimizer.iterations) == 2
 
 
+def test_a_loop_with_a_model_of_built_layers_begins_with_the_roots_weights():
+    model = keras.Model()  # without a call, as a model with a train step of its own
+    keras.utils.set_random_seed(keras_dist.rank())
+    model.part = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    callbacks = keras.callbacks.CallbackList(keras_dist.callbacks(), model=model)
+    callbacks.on_train_begin()
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    callbacks.on_train_end()
+
+
 def test_a_step_of_the_users_that_builds_the_model_of_a_loop_is_refused():
     if keras_dist.size() == 1:
         return

@@ -62,6 +62,15 @@ def test_training_with_fragments_resumes_to_the_bit(shared_tmp_path, compression
     assert len(errors[0]) == (compression != "none" and keras_dist.size() > 1)
 
 
+def test_another_number_of_fragments_is_refused(shared_tmp_path):
+    folder = shared_tmp_path / "interrupted"
+    with pytest.raises(Interrupted):
+        train(BackupAndRestore(folder), Interrupt(1, 1))
+    keras_dist.barrier()
+    with pytest.raises(keras_dist.errors.CheckpointError, match="Pass to LocalSteps the fragments"):
+        train(BackupAndRestore(folder), streaming={"fragments": 2})
+
+
 def test_training_resumes_at_an_epoch(shared_tmp_path):
     expected = train(epochs=3)
     folder = shared_tmp_path / "interrupted"

@@ -168,6 +168,45 @@ def test_updates_of_a_graph_are_local_steps():
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
+def test_updates_outside_of_a_graph_belong_to_its_rounds():
+    import tensorflow as tf
+
+    model = make(optimizer := local(SGD(0.1), 3))
+    update = tf.function(lambda x, y: tf_update(model, optimizer, x, y))
+    for number, (x, y) in enumerate(batches_of(keras_dist.rank())):
+        if number < 2:
+            update(tf.constant(x), tf.constant(y))
+        else:
+            tf_update(model, optimizer, x, y)
+    optimizer.finish_round()
+    assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
+@pytest.mark.parametrize("streaming", [{}, {"fragments": 2, "delay": 1}])
+def test_steps_of_other_kinds_have_rounds_of_their_own(streaming):
+    import tensorflow as tf
+
+    model = make(optimizer := local(SGD(0.1), 4, **streaming))
+
+    def graph():
+        return tf.function(lambda x, y: tf_update(model, optimizer, x, y))
+
+    x, y = batches_of(keras_dist.rank())[0]
+    model.train_on_batch(x, y)
+    with pytest.raises(Exception, match=r"Call optimizer\.finish_round\(\) before the function"):
+        graph()(tf.constant(x), tf.constant(y))
+    optimizer.finish_round()
+    update = graph()
+    for _ in range(2):
+        for _ in range(5):
+            update(tf.constant(x), tf.constant(y))
+        model.train_on_batch(x, y)
+    optimizer.finish_round()
+    assert agreed([w.tobytes() for w in weights_of(model)])
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
 def test_a_graph_that_one_rank_traces_again_counts_its_steps():
     import tensorflow as tf
 
