@@ -53,7 +53,8 @@ def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
     backend, every = _backends.active(), rounds_of(model)
     in_loop = [rounds for rounds in every.values() if rounds.is_in_loop]
     for rounds in in_loop:
-        rounds.finish()
+        if not rounds.taken:
+            rounds.finish()
     with contextlib.ExitStack() as entered:
         for rounds in every.values():
             entered.enter_context(rounds.entered())
@@ -65,8 +66,10 @@ def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
         result = step(*arguments)
     for rounds in every.values():
         rounds.count(steps_of_call(model))
-    for rounds in in_loop:
-        rounds.finish()
+    session = running_in(model)
+    if session is None or session.task != "fit":  # which ends its rounds by itself
+        for rounds in in_loop:
+            rounds.finish()
     due = [rounds for rounds in every.values() if rounds.is_due]
     if not due:
         return result

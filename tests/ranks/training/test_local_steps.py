@@ -204,6 +204,10 @@ def test_steps_of_other_kinds_have_rounds_of_their_own(streaming):
         model.train_on_batch(x, y)
     optimizer.finish_round()
     assert agreed([w.tobytes() for w in weights_of(model)])
+    before = optimizer._keras_dist.rounds.ended
+    fit(model)
+    assert optimizer._keras_dist.rounds.ended < before + STEPS  # not one in each step
+    assert agreed([w.tobytes() for w in weights_of(model)])
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
