@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from namespaces import Unavailable, make_hosts
+from start_jobs import HANG_SECONDS
 
 # The Debian package of each program or file that the cluster needs.
 NEEDED = {
@@ -23,7 +24,7 @@ READY_SECONDS = 30
 GPUS = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random"]
 
 # Nodes share the file system: each has directories of its own (%n). `cred_expire` is also the delay
-# before a requeued job starts.
+# before a requeued job starts. On a machine with much to do, ranks need minutes after the signal.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={first}
@@ -42,6 +43,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
+OverTimeLimit=10
 SlurmdParameters=config_overrides
 GresTypes=gpu
 KillWait=30
@@ -89,7 +91,19 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number, *states, seconds=120):
+    def limit(self, number, minutes):
+        """Sets how many minutes a job may run from now on, counted in whole minutes."""
+        hours, rest, _ = self.job(number)["RunTime"].split(":")
+        limit = int(hours) * 60 + int(rest) + minutes
+        self.run("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
+
+    def cancel_all(self):
+        """Ends all jobs, so that no job waits for the nodes of another test's."""
+        self.run("scancel", "--user=root")
+        while self.run("squeue", "--noheader"):
+            time.sleep(0.2)
+
+    def wait(self, number, *states, seconds=2 * HANG_SECONDS):
         """Waits until a job is in one of the states; returns its fields."""
         end = time.monotonic() + seconds
         while (fields := self.job(number))["JobState"] not in states:

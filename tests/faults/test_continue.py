@@ -202,7 +202,7 @@ def test_fit_goes_on(ulfm_job, backend, kills):
     within=60,
 )
 def test_a_rank_dies_in_a_round_of_local_steps(ulfm_job, delay):
-    how = {"timeout": 150, "KERAS_BACKEND": "jax"}
+    how = {"KERAS_BACKEND": "jax"}
     printed = ulfm_job(3, "surviving_fit.py", "in_a_round", delay, **how).succeeded("ended 2")
     assert "2 of 3 ranks continue" in printed
 

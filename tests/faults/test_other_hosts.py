@@ -30,7 +30,7 @@ def change(python_of_library, tmp_path):
         answer.write_text(first)
         command = [python_of_library, "-m", "keras_dist.launch.cli", "run"]
         command += options or ["--host-discovery-script", script, "--min-np", 2]
-        command += ["--timeout", 150, SCRIPTS / "other_hosts.py", *words]
+        command += [SCRIPTS / "other_hosts.py", *words]
         environment = lean(
             KERAS_BACKEND=backend,
             FAULT_FOLDER=str(tmp_path),

@@ -6,7 +6,7 @@ from slurm_cluster import make_cluster
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory):
+def made_cluster(tmp_path_factory):
     """The cluster; skips the test where it cannot be made."""
     folder = tmp_path_factory.mktemp("slurm")
     try:
@@ -14,3 +14,10 @@ def cluster(tmp_path_factory):
             yield made
     except Unavailable as error:
         pytest.skip(f"NOT TESTED: Slurm: {error}")
+
+
+@pytest.fixture
+def cluster(made_cluster):
+    """The cluster, without jobs before and after a test."""
+    yield made_cluster
+    made_cluster.cancel_all()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from namespaces import MPICH as MPICH_SETTINGS
-from start_jobs import is_alive, lean, pids
+from start_jobs import HANG_SECONDS, is_alive, lean, pids
 
 JOBS = Path(__file__).parents[3] / "examples" / "jobs"
 RELIABILITY = Path(__file__).parents[3] / "docs" / "reliability.md"
@@ -46,7 +46,7 @@ class Pace(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if os.path.exists("slow") and about["restarts"] == "0":
-            time.sleep(1)
+            time.sleep(3)
 
 pace = Pace()
 callbacks = [*keras_dist.callbacks(), keras_dist.callbacks.BackupAndRestore("backup"), pace]
@@ -139,7 +139,7 @@ def weights(folder):
         return [arrays[name].tobytes() for name in arrays.files]
 
 
-def wait_for(condition, seconds=180):
+def wait_for(condition, seconds=HANG_SECONDS):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -153,7 +153,7 @@ def complete(cluster, job, tries=3):
     printed anything about itself, and the job is submitted again.
     """
     states = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
-    ended = cluster.wait(job.number, *states, seconds=300)
+    ended = cluster.wait(job.number, *states)
     started = [fields for fields in about(job.folder) if fields["restarts"] == ended["Restarts"]]
     if ended["JobState"] == "FAILED" and not started and tries > 1:
         folder = job.folder.with_name(f"{job.folder.name}-again")
@@ -178,12 +178,17 @@ def script_of_the_page():
 def test_a_job_at_its_time_limit_is_requeued_and_resumes_to_the_bit(cluster, submit, tmp_path):
     script = tmp_path / "page.sh"
     script.write_text(script_of_the_page())
-    # Slurm sends the signal 120 to 150 s before the limit.
-    options = ["--time=4", "--nodes=2"]
     interrupted = [
-        submit(SRUN, tmp_path / "srun", *options, train_slowly=True),
-        submit(script, tmp_path / "page", *options, train_slowly=True),
+        submit(script, tmp_path / name, "--time=60", "--nodes=2", train_slowly=True)
+        for script, name in ((SRUN, "srun"), (script, "page"))
     ]
+    for job in interrupted:
+        started(job.folder)
+        # The signal comes 120 to 150 s before the limit, which is set once the ranks train.
+        cluster.limit(job.number, 3)
+    for job in interrupted:
+        wait_for(lambda job=job: cluster.job(job.number)["Restarts"] == "1")
+        cluster.limit(job.number, 60)
     whole = complete(cluster, submit(SRUN, tmp_path / "whole")).folder
     for submitted in interrupted:
         job = complete(cluster, submitted)
@@ -215,7 +220,7 @@ def test_scancel_ends_every_rank(cluster, submit, tmp_path, script):
     number = submit(script, folder, train_slowly=True).number
     started(folder)
     cluster.run("scancel", number)
-    cluster.wait(number, "CANCELLED", seconds=60)
+    cluster.wait(number, "CANCELLED")
     ranks_of_job = pids(folder)
     assert len(ranks_of_job) == 4
     wait_for(lambda: not any(map(is_alive, ranks_of_job)))
@@ -245,4 +250,4 @@ def test_top_shows_the_job(cluster, submit, tmp_path):
     wait_for(shown)
     cluster.run("scancel", number)
     assert ranks_in_fit == [(0, "host1"), (1, "host1"), (2, "host2"), (3, "host2")]
-    cluster.wait(number, "CANCELLED", seconds=60)
+    cluster.wait(number, "CANCELLED")
