@@ -35,7 +35,7 @@ for folder in /proc/[0-9]*; do
 done 2> /dev/null
 """
 INTERFACE = "eth0"
-READY_SECONDS = 10
+READY_SECONDS = 100
 TOLD = "TEST_HOSTS_TOLD"  # variable with which a connection ends as soon as its host is lost
 # MPICH's transports use the network interface only; without this UCX and libfabric search others.
 MPICH = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE, "FI_TCP_IFACE": INTERFACE}

@@ -5,11 +5,10 @@ import os
 import secrets
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from namespaces import Unavailable, make_hosts
-from start_jobs import HANG_SECONDS
+from start_jobs import HANG_SECONDS, wait_for
 
 # The Debian package of each program or file that the cluster needs.
 NEEDED = {
@@ -19,7 +18,6 @@ NEEDED = {
     "slurmd": "slurmd",
     "/usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so": "libpmix-dev",
 }
-READY_SECONDS = 30
 # Character devices that every machine has stand for GPUs.
 GPUS = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random"]
 
@@ -100,16 +98,13 @@ class Cluster:
     def cancel_all(self):
         """Ends all jobs, so that no job waits for the nodes of another test's."""
         self.run("scancel", "--user=root")
-        while self.run("squeue", "--noheader"):
-            time.sleep(0.2)
+        assert wait_for(lambda: not self.run("squeue", "--noheader")), self.logs()
 
     def wait(self, number, *states, seconds=2 * HANG_SECONDS):
         """Waits until a job is in one of the states; returns its fields."""
-        end = time.monotonic() + seconds
-        while (fields := self.job(number))["JobState"] not in states:
-            assert time.monotonic() < end, f"{fields}\n{self.logs()}"
-            time.sleep(0.2)
-        return fields
+        ended = wait_for(lambda: self.job(number)["JobState"] in states, seconds)
+        assert ended, f"{self.job(number)}\n{self.logs()}"
+        return self.job(number)
 
     def logs(self):
         """Returns the ends of the logs of Slurm."""
@@ -130,11 +125,8 @@ class Cluster:
             for name in ("spool", "tmp"):
                 (self.folder / f"{name}.{host.name}").mkdir()
             self._start(number, "slurmd", "-D", "-N", host.name)
-        end = time.monotonic() + READY_SECONDS
-        while self._idle_nodes() < len(self.hosts):
-            if time.monotonic() > end:
-                raise AssertionError(f"no idle nodes\n{self.logs()}")
-            time.sleep(0.2)
+        is_idle = wait_for(lambda: self._idle_nodes() == len(self.hosts))
+        assert is_idle, f"no idle nodes\n{self.logs()}"
 
     def _start(self, number, *command):
         with open(self.folder / f"{Path(command[0]).name}-{number}.log", "w") as log:

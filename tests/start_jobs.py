@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 # Printed by Open MPI's mpiexec when it fails before it starts a rank, which happens rarely.
@@ -66,6 +67,14 @@ def allowed(seconds):
     A machine with more to do than it has cores gets the time of its share.
     """
     return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def wait_for(condition, seconds=HANG_SECONDS):
+    """Waits until a condition holds, or some seconds; returns whether it holds."""
+    end = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds
 
 
 def pids(folder):

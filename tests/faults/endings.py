@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from start_jobs import HANG_SECONDS, allowed, is_alive, made_by, pids
+from start_jobs import HANG_SECONDS, allowed, is_alive, made_by, pids, wait_for
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
@@ -41,7 +41,7 @@ def end_after(act, ready, command, environment, hosts=(), within=180):
     with opened(command, environment) as job, ThreadPoolExecutor(1) as pool:
         output = pool.submit(job.communicate, timeout=HANG_SECONDS)
         try:
-            wait_for(lambda: ready.exists() or output.done(), HANG_SECONDS)
+            wait_for(lambda: ready.exists() or output.done())
             begin = time.monotonic()
             act()  # its errors are those of the test
             printed, _ = output.result()
@@ -55,13 +55,6 @@ def end_after(act, ready, command, environment, hosts=(), within=180):
             for host in hosts:
                 host.kill_all()
     return job.returncode, printed
-
-
-def wait_for(condition, seconds):
-    """Waits until a condition holds, or some seconds."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 def discovery_script(folder, answer):

@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import namespaces
 from namespaces import hosts_or_skip
-from start_jobs import HANG_SECONDS, is_alive
+from start_jobs import is_alive, wait_for
 
 
 def test_nothing_is_left_after_a_kill():
@@ -20,8 +19,5 @@ def test_nothing_is_left_after_a_kill():
         folder = Path(reach).parent
         assert is_alive(pid) and folder.exists()
         process.kill()
-    end = time.monotonic() + HANG_SECONDS
-    while (is_alive(pid) or folder.exists()) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not is_alive(pid)
-    assert not folder.exists()
+    assert wait_for(lambda: not is_alive(pid))
+    assert wait_for(lambda: not folder.exists())

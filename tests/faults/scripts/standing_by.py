@@ -31,8 +31,7 @@ def of_next_start() -> list[str]:
 
 
 def wait_for_next_start(size: int) -> None:
-    end = time.monotonic() + 60
-    while len(of_next_start()) < size and time.monotonic() < end:
+    while len(of_next_start()) < size:
         time.sleep(0.1)
 
 

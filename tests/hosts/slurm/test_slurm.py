@@ -5,14 +5,13 @@ import functools
 import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from namespaces import MPICH as MPICH_SETTINGS
-from start_jobs import HANG_SECONDS, is_alive, lean, pids
+from start_jobs import is_alive, lean, pids, wait_for
 
 JOBS = Path(__file__).parents[3] / "examples" / "jobs"
 RELIABILITY = Path(__file__).parents[3] / "docs" / "reliability.md"
@@ -130,20 +129,13 @@ def output(folder):
 
 def started(folder):
     """Waits until the four ranks train."""
-    wait_for(lambda: (folder / "output").exists() and len(about(folder)) == 4)
-    wait_for(lambda: len(list(folder.glob("pid-*"))) == 4)
+    assert wait_for(lambda: (folder / "output").exists() and len(about(folder)) == 4)
+    assert wait_for(lambda: len(list(folder.glob("pid-*"))) == 4)
 
 
 def weights(folder):
     with np.load(folder / "weights.npz") as arrays:
         return [arrays[name].tobytes() for name in arrays.files]
-
-
-def wait_for(condition, seconds=HANG_SECONDS):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def complete(cluster, job, tries=3):
@@ -187,7 +179,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes_to_the_bit(cluster, sub
         # The signal comes 120 to 150 s before the limit, which is set once the ranks train.
         cluster.limit(job.number, 3)
     for job in interrupted:
-        wait_for(lambda job=job: cluster.job(job.number)["Restarts"] == "1")
+        assert wait_for(lambda job=job: cluster.job(job.number)["Restarts"] == "1")
         cluster.limit(job.number, 60)
     whole = complete(cluster, submit(SRUN, tmp_path / "whole")).folder
     for submitted in interrupted:
@@ -223,7 +215,7 @@ def test_scancel_ends_every_rank(cluster, submit, tmp_path, script):
     cluster.wait(number, "CANCELLED")
     ranks_of_job = pids(folder)
     assert len(ranks_of_job) == 4
-    wait_for(lambda: not any(map(is_alive, ranks_of_job)))
+    assert wait_for(lambda: not any(map(is_alive, ranks_of_job)))
     assert "trained" not in output(folder)
 
 
@@ -247,7 +239,7 @@ def test_top_shows_the_job(cluster, submit, tmp_path):
         ]
         return len(ranks_in_fit) == 4
 
-    wait_for(shown)
+    assert wait_for(shown)
     cluster.run("scancel", number)
     assert ranks_in_fit == [(0, "host1"), (1, "host1"), (2, "host2"), (3, "host2")]
     cluster.wait(number, "CANCELLED")

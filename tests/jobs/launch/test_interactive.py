@@ -15,7 +15,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from rich.console import Console
-from start_jobs import HANG_SECONDS, is_alive, pids
+from start_jobs import HANG_SECONDS, is_alive, pids, wait_for
 
 import keras_dist
 from keras_dist import errors
@@ -224,18 +224,10 @@ keras_dist.run(stay, verbose=False)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # no process is left to remove it
     command = [sys.executable, "-c", text]
     with subprocess.Popen(command, cwd=tmp_path, env=environment) as caller:
-        assert comes_true(lambda: len(pids(tmp_path)) == 2)
+        assert wait_for(lambda: len(pids(tmp_path)) == 2)
         ranks = pids(tmp_path)
         caller.kill()
-    assert comes_true(lambda: not any(map(is_alive, ranks)))
-
-
-def comes_true(condition):
-    """Returns whether a condition becomes true."""
-    end = time.monotonic() + HANG_SECONDS
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
+    assert wait_for(lambda: not any(map(is_alive, ranks)))
 
 
 def test_hosts_are_those_that_are_named(tmp_path, monkeypatch):

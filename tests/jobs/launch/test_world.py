@@ -7,10 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
-from start_jobs import BARE, HANG_SECONDS, launcher, lean
+from start_jobs import BARE, HANG_SECONDS, launcher, lean, wait_for
 
 from keras_dist import __version__, errors
 from keras_dist.launch.channel import Channel
@@ -62,14 +61,6 @@ def introduced(server, token=None, **about):
     me = {"rank": 0, "size": server.size, "version": __version__, "host": "h", "node": "n"}
     known = channel.introduce(token or server.token, {**me, "purpose": "member", **about})
     return channel, known
-
-
-def eventually(condition):
-    """Waits until a condition is true."""
-    end = time.monotonic() + HANG_SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -142,9 +133,9 @@ def test_the_rank_that_has_died_is_named_though_the_one_that_waits_is_heard_firs
         assert mpi.receive(HANG_SECONDS) == {"event": "joined"}
         if said is not None:
             members[0].send(**said)
-            eventually(lambda: server._ends)
+            assert wait_for(lambda: server._ends)
         mpi.send_line("cmd=abort exitcode=1")
-        eventually(lambda: server._ends)
+        assert wait_for(lambda: server._ends)
         members[1].close()
         members[0].close()
         with pytest.raises(errors.RankError, match=r"rank 1 of 2.*has ended without leaving"):
@@ -158,7 +149,7 @@ def test_the_word_of_a_rank_counts_more_than_its_abort(monkeypatch):
         members = [introduced(server, rank=rank)[0] for rank in range(3)]
         mpi, _ = introduced(server, rank=1, purpose="mpi")
         mpi.send_line("cmd=abort exitcode=1")
-        eventually(lambda: server._ends)
+        assert wait_for(lambda: server._ends)
         members[1].send(event="failed", reason="no data")
         with pytest.raises(errors.RankError, match=r"rank 1 of 3.*has failed: no data"):
             server.wait(HANG_SECONDS)
@@ -287,7 +278,9 @@ def test_a_rank_that_does_not_fit_is_told_why(about, reason):
 def test_each_rank_joins_once():
     with WorldServer(2) as server:
         first, _ = introduced(server)
-        eventually(lambda: server._members)  # threads of the server may take the second one first
+        assert wait_for(
+            lambda: server._members
+        )  # threads of the server may take the second one first
         second, _ = introduced(server)
         assert "each rank once" in second.receive(HANG_SECONDS)["reason"]
         first.send(event="left")

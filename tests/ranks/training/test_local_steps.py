@@ -1,7 +1,6 @@
 """`DistributedOptimizer(local_steps=...)`: steps of each rank, averages at the ends of rounds."""
 
 import itertools
-import time
 
 import keras
 import numpy as np
@@ -19,6 +18,7 @@ from local_training import (
     update_of_loop,
 )
 from small_training import agreed, assert_close, compiled, weights_of
+from start_jobs import wait_for
 
 import keras_dist
 from keras_dist import LocalSteps, errors
@@ -108,10 +108,7 @@ def test_a_round_takes_its_steps_without_communication(shared_tmp_path):
     turns = [shared_tmp_path / str(rank) for rank in range(keras_dist.size())]
     # Each rank waits until the one before has taken its steps, which needs no other then.
     for turn in turns[: keras_dist.rank()]:
-        end = time.monotonic() + 60
-        while not turn.exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert turn.exists()
+        assert wait_for(turn.exists)
     batches = batches_of(keras_dist.rank())
     for x, y in batches[:2]:
         model.train_on_batch(x, y)

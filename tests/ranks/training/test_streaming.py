@@ -1,7 +1,6 @@
 """`LocalSteps(fragments=..., delay=...)`: averages of parts of the weights, in the background."""
 
 import itertools
-import time
 
 import keras
 import numpy as np
@@ -19,6 +18,7 @@ from local_training import (
     update_of_loop,
 )
 from small_training import agreed, assert_close, make_model, weights_of
+from start_jobs import wait_for
 
 import keras_dist
 from keras_dist import errors
@@ -154,10 +154,7 @@ def test_a_rank_takes_steps_while_averages_travel(shared_tmp_path):
     turns = [shared_tmp_path / str(rank) for rank in range(keras_dist.size())]
     # Each rank waits until the one before has taken steps beyond the end of the first round.
     for turn in turns[: keras_dist.rank()]:
-        end = time.monotonic() + 60
-        while not turn.exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert turn.exists()
+        assert wait_for(turn.exists)
     for x, y in itertools.islice(batches_of(keras_dist.rank()), LENGTH // 2 + 1):
         model.train_on_batch(x, y)
     turns[keras_dist.rank()].touch()

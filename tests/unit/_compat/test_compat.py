@@ -5,7 +5,6 @@ import importlib
 import re
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -58,11 +57,10 @@ def test_the_contract_holds_on_each_backend_and_imports_no_other_framework(backe
     assert done.stdout.split() == [backend]  # no other framework is imported
 
 
-def test_a_second_check_takes_no_time():
+def test_a_second_check_looks_at_nothing(monkeypatch):
     contract.check("keras")
-    began = time.perf_counter()
+    monkeypatch.setattr(contract.Name, "fault", None)
     contract.check("keras")
-    assert time.perf_counter() - began < 1e-3
 
 
 @pytest.mark.parametrize(("framework", "entry"), ENTRIES)

@@ -3,10 +3,10 @@
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
+from start_jobs import wait_for
 
 from keras_dist.launch.channel import Channel, connected
 from keras_dist.launch.cli import command, standby
@@ -44,10 +44,7 @@ def ready(monkeypatch):
         command = [sys.executable, "-c", RANK, str(size), "train.py"]
         environment["KERAS_DIST_RESTART"] = "1"
         made.prepare(command, environment)
-        end = time.monotonic() + 20
-        while not made.has_progressed and time.monotonic() < end:
-            time.sleep(0.01)
-        assert made.has_progressed
+        assert wait_for(lambda: made.has_progressed)
         return made, command, environment
 
     yield make

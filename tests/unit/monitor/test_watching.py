@@ -15,6 +15,7 @@ import urllib.parse
 import urllib.request
 
 import pytest
+from start_jobs import wait_for
 
 from keras_dist import errors
 from keras_dist.monitor import gpu, prometheus
@@ -62,18 +63,13 @@ def crowd(port, number):
     def serving():
         return len(set(threading.enumerate()) - before)
 
-    def wait_for(number):
-        end = time.monotonic() + 20
-        while serving() != number and time.monotonic() < end:
-            time.sleep(0.01)
-
     with contextlib.ExitStack() as sockets:
         made = [socket.create_connection(("127.0.0.1", port), 20) for _ in range(number)]
         for one in made:
             sockets.enter_context(one)
-        wait_for(min(number, 16))
+        wait_for(lambda: serving() == min(number, 16))
         yield made, serving()
-    wait_for(0)
+    wait_for(lambda: serving() == 0)
 
 
 def test_a_stranger_at_the_port_sees_no_job(endpoint, free_port):
