@@ -1,5 +1,9 @@
 """Training with local steps resumes to the bit: each rank has the state of its own steps."""
 
+import os
+import signal
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import keras_dist
 from keras_dist import LocalSteps
 from keras_dist.callbacks import BackupAndRestore, ShardedCheckpoint
 from keras_dist.resume.rank_states import OwnSteps
+from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
 from keras_dist.training.model_state import state_of_steps, to_numpy
 
 pytestmark = pytest.mark.jobs("training", "jax-2", "openmpi-3")
@@ -60,6 +65,32 @@ def test_training_with_fragments_resumes_to_the_bit(shared_tmp_path, compression
     for values in zip(*(each.values() for each in errors), strict=True):
         np.testing.assert_array_equal(*values)
     assert len(errors[0]) == (compression != "none" and keras_dist.size() > 1)
+
+
+class Preempted(keras.callbacks.Callback):
+    """Sends the last rank a signal in the second half of three epochs; counts the updates."""
+
+    updates = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.updates += 1
+        if self.updates == 8 and keras_dist.rank() == keras_dist.size() - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.5)  # for the thread that hears it
+
+
+@pytest.mark.parametrize("streaming", [{}, STREAMING])
+def test_a_signal_within_a_round_is_resumed_to_the_bit(shared_tmp_path, streaming):
+    folder, preempted = shared_tmp_path / "interrupted", Preempted()
+    how = {"steps": 4, "epochs": 3, "streaming": streaming}
+    with pytest.raises(SystemExit, match=f"^{PREEMPTED_EXIT_CODE}$"):
+        train(BackupAndRestore(folder, save_freq=1000), preempted, **how)
+    assert 8 <= preempted.updates < 3 * STEPS
+    keras_dist.barrier()
+    found = train(BackupAndRestore(folder, save_freq=1000), **how)
+    # A generation ends the round, whatever asks for it.
+    whole = BackupAndRestore(shared_tmp_path / "whole", save_freq=preempted.updates)
+    assert found[:2] == train(whole, **how)[:2]
 
 
 def test_another_number_of_fragments_is_refused(shared_tmp_path):
