@@ -45,16 +45,16 @@ class Pace(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if os.path.exists("slow") and about["restarts"] == "0":
-            time.sleep(3)
+            time.sleep(6)
 
 pace = Pace()
 callbacks = [*keras_dist.callbacks(), keras_dist.callbacks.BackupAndRestore("backup"), pace]
-model.fit(data, epochs=30, verbose=0, callbacks=callbacks)
+model.fit(data, epochs=12, verbose=0, callbacks=callbacks)
 if rank == 0:
     np.savez("weights.npz", *model.get_weights())
 print(f"trained {pace.steps} steps", flush=True)
 """
-STEPS = 30 * 4
+STEPS = 12 * 4
 
 
 @dataclasses.dataclass(frozen=True)
