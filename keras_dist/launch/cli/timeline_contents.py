@@ -93,10 +93,10 @@ def notes(summary: Summary) -> list[str]:
     """Returns sentences on the slowest rank, the clocks, and recordings that ended early."""
     remarks = []
     if summary.slowest is not None:
-        rank, meetings = summary.slowest, sum(summary.last.values())
+        rank, collectives = summary.slowest, sum(summary.last.values())
         remarks.append(
-            f"Slowest: rank {rank}. It came last to {summary.last.get(rank, 0)} of {meetings} "
-            f"meetings; the others waited {summary.waited_for[rank]:.2f} s for it, all together."
+            f"Slowest: rank {rank}. It came last to {summary.last.get(rank, 0)} of {collectives} "
+            f"collectives; the others waited {summary.waited_for[rank]:.2f} s for it, all together."
         )
     error = max((max(metadata["clock_error_us"]) for metadata in summary.about), default=0.0)
     remarks.append(f"Clocks of the ranks agree within {error:.0f} us.")

@@ -236,7 +236,7 @@ def test_the_report_as_text_page_and_figure(tmp_path, capsys, monkeypatch):
         "40.0%",
         "36.4%",
         "gradients",
-        "Slowest: rank 1. It came last to 1 of 1",
+        "Slowest: rank 1. It came last to 1 of 1 collectives",
     ):
         assert said.count(text) == shown.count(text) > 0, text
     assert figure.read_bytes().startswith(b"\x89PNG")
