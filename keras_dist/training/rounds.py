@@ -136,6 +136,7 @@ class Rounds:
             for fragment in self.fragments
             for anchor, weight in zip(fragment.anchors, fragment.weights, strict=False)
         }
+        self.reduction.feedback.keys = list(self.reduction.stands_for.values())
 
     def start(self) -> None:
         """Begins a round with the weights of now."""

@@ -111,9 +111,10 @@ class CompressedAllreduce(FusedAllreduce):
         most, least = self._largest(feedback.step, -feedback.step)
         if most != -least:
             root, _ = self._largest(self.comm.rank if feedback.step == most else -1, 0)
-            mine = [feedback.bases.get(key) for key in self._keys]
+            keys = feedback.keys or self._keys
+            mine = [feedback.bases.get(key) for key in keys]
             found = broadcast_object(self.comm, mine, self.comm.ranks[root])
-            pairs = zip(self._keys, found, strict=True)
+            pairs = zip(keys, found, strict=True)
             # Others are dropped: they may differ.
             feedback.bases = {key: basis for key, basis in pairs if basis is not None}
             feedback.step = most

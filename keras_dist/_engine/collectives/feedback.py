@@ -20,12 +20,14 @@ class Feedback:
         errors: flat arrays, what this rank has not sent.
         bases: columns onto which the next gradients are projected; equal on all ranks.
         agreed: the ranks that have made sure that they are.
+        keys: all keys in the order of all ranks, where plans have some of the variables each.
     """
 
     step: int = 0
     errors: dict[Hashable, np.ndarray] = dataclasses.field(default_factory=dict)
     bases: dict[Hashable, np.ndarray] = dataclasses.field(default_factory=dict)
     agreed: Any = None
+    keys: Sequence[Hashable] = ()
 
     def error(self, key: Hashable, count: int, dtype: np.dtype) -> np.ndarray:
         """Returns the error of a variable; zeros if there is none of this size and dtype."""

@@ -51,7 +51,10 @@ def test_resumed_training_equals_uninterrupted_training(shared_tmp_path, kind, o
     assert train(kind(folder, save_freq=3), **options)[:2] == expected[:2]
 
 
-@pytest.mark.parametrize("compression", ["none", "int8", "topk(ratio=0.1)"])
+POWERSGD = "powersgd(rank=2, min_compression_rate=1)"
+
+
+@pytest.mark.parametrize("compression", ["none", "int8", "topk(ratio=0.1)", POWERSGD])
 def test_training_with_fragments_resumes_to_the_bit(shared_tmp_path, compression):
     options = {"streaming": STREAMING, "compression": compression, "width": 256}
     expected = train(BackupAndRestore(shared_tmp_path / "whole", save_freq=3), **options)
@@ -61,10 +64,13 @@ def test_training_with_fragments_resumes_to_the_bit(shared_tmp_path, compression
     keras_dist.barrier()
     found = train(BackupAndRestore(folder, save_freq=3), **options)
     assert found[:2] == expected[:2]
-    errors = [model.optimizer._keras_dist.feedback.errors for *_, model in (found, expected)]
-    for values in zip(*(each.values() for each in errors), strict=True):
-        np.testing.assert_array_equal(*values)
-    assert len(errors[0]) == (compression != "none" and keras_dist.size() > 1)
+    kept = [model.optimizer._keras_dist.feedback for *_, model in (found, expected)]
+    for name in ("errors", "bases"):
+        values = [list(getattr(each, name).values()) for each in kept]
+        for pair in zip(*values, strict=True):
+            np.testing.assert_array_equal(*pair)
+    compressed = {"none": 0, POWERSGD: 2}.get(compression, 1)
+    assert len(kept[0].errors) == (compressed if keras_dist.size() > 1 else 0)
 
 
 class Preempted(keras.callbacks.Callback):

@@ -217,6 +217,23 @@ def test_fragments_of_integers_learn(compression):
     keras_dist.verify_replicas(model)
 
 
+def test_ranks_that_lack_the_bases_of_powersgd_get_those_of_all_fragments():
+    def trained(lose):
+        steps = {"fragments": 2, "compression": "powersgd(rank=2, min_compression_rate=1)"}
+        model = make_model(local(Adam(0.01), LENGTH, **steps), width=16)
+        fit(model)
+        feedback = model.optimizer._keras_dist.feedback
+        if lose:
+            feedback.agreed = None
+        if lose and keras_dist.rank() > 0:  # as a rank that has begun anew
+            feedback.step, feedback.bases = 0, {}
+        fit(model)
+        assert len(feedback.bases) == (2 if keras_dist.size() > 1 else 0)
+        return [weight.tobytes() for weight in weights_of(model)]
+
+    assert trained(lose=True) == trained(lose=False)
+
+
 class Stop(keras.callbacks.Callback):
     """Stops training on one rank, in the middle of a round."""
 
