@@ -116,7 +116,7 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
     # Ranks may have counted differently when the rank died.
     comm.digests.count = comm.faults.changes << 32
     if comm.rank == 0:
-        progress = describe_progress()
+        progress = describe_progress(comm.ranks)
         where = f" ({progress})" if progress else ""
         _log.warning(
             f"keras_dist: {have(gone)} died{where}. {comm.size} of {before.Get_size()} ranks "

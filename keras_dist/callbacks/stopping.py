@@ -238,7 +238,7 @@ class PreemptionCallback(SessionCallback):
                 "keras_dist: %s: all %d ranks stop, %s. %s Exit code %d.",
                 ", ".join(self._received),
                 runtime.fit_size(),
-                _engine.progress.describe_progress(),
+                _engine.progress.describe_progress(runtime.fit_communicator().ranks),
                 what,
                 PREEMPTED_EXIT_CODE,
             )

@@ -63,14 +63,14 @@ def _directory(settings: config.Settings) -> str:
 def _tell(settings: config.Settings) -> None:
     from keras_dist import _engine  # imports numpy, which a process that stands by does later
 
-    progress, end = _engine.progress.progress(), time.monotonic() + LONGEST_SECONDS
-    while not progress.done and time.monotonic() < end:
+    end = time.monotonic() + LONGEST_SECONDS
+    while not _engine.progress.done() and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
     time.sleep(SETTLE_SECONDS)
     changed = _changed_variables()
     found = {
         "restart": settings.restart,
-        "steps": progress.done,
+        "steps": _engine.progress.done(),
         "modules": [] if _chooses_devices(changed) else _modules(),
         "mpi": _engine.library.is_loaded_here(),
         "environment": {name: text for name, text in changed.items() if name.startswith(READ)},

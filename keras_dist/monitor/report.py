@@ -171,7 +171,7 @@ def take_sample() -> None:
 
     now = time.perf_counter()
     ongoing = max((now - began for _, _, began in _engine.wait.waits()), default=0.0)
-    sample = _Sample(now, _engine.progress.progress().done, _engine.wait.waited_seconds() + ongoing)
+    sample = _Sample(now, _engine.progress.done(), _engine.wait.waited_seconds() + ongoing)
     _samples.append(sample)
     while len(_samples) > 2 and _samples[1].moment < now - WINDOW_SECONDS:
         _samples.popleft()
@@ -204,7 +204,7 @@ def of_this_rank(comm: "Communicator | None" = None) -> Report:
         epochs=progress.epochs,
         step=progress.updates or None if progress.step is None else progress.step,
         steps=progress.steps,
-        done=progress.done,
+        done=latest.done,
         steps_per_second=speed,
         samples_per_second=samples,
         waiting=waiting,

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import errors, runtime
+from keras_dist import _engine, errors, runtime
 from keras_dist.data import epochs
 from keras_dist.data.fit_data import shapes_of_batches
 from keras_dist.data.nested import is_tf_dataset
@@ -87,6 +87,7 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     if runtime.fit_size() == 1:
         return True, False
     comm = runtime.fit_communicator()
+    _engine.progress.acts_among(comm.ranks)
     asks = _put_in_order(arguments)
     data = epochs.is_sharded(arguments["x"]), shapes_of_batches(arguments)
     mine = _plan(arguments), data, asks, _cache_files(arguments)

@@ -53,6 +53,9 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
     # has no reduction or an outdated one.
     reductions = [(reduction, reduction.communicator()) for reduction in every]
     has_equal_batches = epochs.has_equal_batches(model)
+    for comm in (comm for each in every for comm in (each.communicator(), each.replicas())):
+        if comm is not None:
+            _engine.progress.acts_among(comm.ranks)
     traced_for = [*reductions, has_equal_batches]
     before = model.__dict__.get(TRACED_FOR)
     if before is not None and before != traced_for:

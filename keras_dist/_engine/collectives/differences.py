@@ -71,7 +71,7 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> None:
     Collective: every rank of `comm`, after digests that were not equal. Ranks that differ in
     nothing but notices or ranks that have joined continue.
     """
-    mine = as_message(_Arrival(call, describe_progress(), comm.order.held_names()))
+    mine = as_message(_Arrival(call, describe_progress(comm.ranks), comm.order.held_names()))
     arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     check_alive(comm)
     calls = [dataclasses.replace(each.call, notice=None, refused=()) for each in arrivals]

@@ -116,7 +116,7 @@ class FusedAllreduce(HostBuckets):
                 return self._on_device.reduce(number, arrays, lend)
             return self.reduce_on_host(number, arrays, lend)
         except UnlikeGradients:
-            repeat_update()
+            repeat_update(self.comm.ranks)
             raise
 
     def queue_bucket(self, number: int, arrays: Any, lend: bool = True) -> Handle:

@@ -264,7 +264,7 @@ class HostBuckets:
     def count(self, number: int) -> None:
         """Counts an update, for messages, where its first bucket is reduced."""
         if self._plan.counts_updates and number == 0:
-            count_update()
+            count_update(self.comm.ranks)
 
     def postscale(self, ranks: int) -> float:
         """Returns the factor of the results of a number of ranks."""

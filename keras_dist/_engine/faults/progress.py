@@ -1,21 +1,22 @@
 """The progress of this process in training, for messages: task, epoch and update.
 
-Independent of frameworks; callbacks report to it. The process has one record for all threads. Ranks
-compare their records only after a fault.
+Independent of frameworks; callbacks report to it. Each thread that runs a task, such as `fit`, has
+a record of its own. Frameworks call the host in other threads: the ranks among which these act tell
+whose record is meant. Ranks compare their records only after a fault.
 """
 
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from keras_dist._engine.tracing import spans
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Progress:
-    """Progress of this process."""
+    """Progress of an outermost task and of those within it."""
 
     tasks: list[str] = dataclasses.field(default_factory=list)
     left: str = ""
@@ -26,7 +27,6 @@ class Progress:
     epochs: int | None = None
     samples_per_step: float | None = None
     logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    done: int = 0
     repeats: bool = False
 
     @property
@@ -34,76 +34,119 @@ class Progress:
         """The current task, such as `evaluate within fit`."""
         return " within ".join(reversed(self.tasks)) or (f"after {self.left}" if self.left else "")
 
-    def begin(self) -> None:
-        """Resets the record for an outermost task."""
-        self.epoch, self.updates = None, 0
-        self.step = self.steps = self.epochs = self.samples_per_step = None
-        self.logs = {}
+    def describe(self) -> str:
+        """Describes the progress, such as `in fit, epoch 3, update 57`, counted from 1.
+
+        Epochs are counted as Keras prints them. Empty without a record.
+        """
+        parts = [f"in {self.task}" if self.tasks else self.task] if self.task else []
+        if self.epoch is not None:
+            parts.append(f"epoch {self.epoch + 1}")
+        if self.updates:
+            parts.append(f"update {self.updates}")
+        return ", ".join(parts)
 
 
-_progress = Progress()
-_thread = threading.local()  # its tasks: threads may run fits at the same time
+class _TasksOfProcess:
+    """What all threads share."""
+
+    def __init__(self) -> None:
+        self.running: list[Progress] = []  # the latest last
+        self.left = Progress()  # what is known without a task, or after the last one
+        self.by_ranks: dict[tuple[int, ...], Progress] = {}
+        self.done = 0
 
 
-def progress() -> Progress:
-    """Returns the record of this process, which keeps changing."""
-    return _progress
+class _TasksOfThread(threading.local):
+    """The record of the tasks of each thread, if it runs any."""
+
+    progress: Progress | None = None
+
+
+_process, _thread = _TasksOfProcess(), _TasksOfThread()
+
+
+def progress(ranks: Sequence[int] = ()) -> Progress:
+    """Returns the record of this thread, which keeps changing.
+
+    In a thread without a task: that of the task which acts among these ranks, or of the latest.
+    """
+    if _thread.progress is not None:
+        return _thread.progress
+    found = _process.by_ranks.get(tuple(ranks))
+    if found is not None and found.tasks:
+        return found
+    return (list(_process.running) or [_process.left])[-1]
+
+
+def acts_among(ranks: Sequence[int]) -> None:
+    """Records that the task of this thread acts among ranks, also in threads of frameworks."""
+    if _thread.progress is not None:
+        _process.by_ranks[tuple(ranks)] = _thread.progress
+
+
+def done() -> int:
+    """Returns the number of steps, or updates of loops, that this process has done."""
+    return _process.done
 
 
 @contextlib.contextmanager
 def during(task: str) -> Iterator[None]:
     """Records a task, such as `"fit"`, possibly within another one."""
-    if not _progress.tasks:
-        _progress.begin()
-    _progress.tasks.append(task)
-    _own_tasks().append(task)
+    own = _thread.progress
+    if own is None:
+        own = _thread.progress = Progress()
+        _process.running.append(own)
+    own.tasks.append(task)
     with spans.task(task):
         try:
             yield
         finally:
-            _progress.tasks.remove(task)
-            _own_tasks().pop()
-            if not _progress.tasks:
+            own.tasks.pop()
+            if not own.tasks:
                 spans.end_epoch()
-                _progress.epoch, _progress.updates = None, 0
-                _progress.left = task
+                own.epoch, own.updates, own.left = None, 0, task
+                _thread.progress, _process.left = None, own
+                _process.running.remove(own)
 
 
 def is_during(task: str) -> bool:
-    """Returns whether a task runs."""
-    return task in _progress.tasks
+    """Returns whether a task runs, in any thread."""
+    return any(task in each.tasks for each in list(_process.running))
+
+
+def is_single() -> bool:
+    """Returns whether at most one thread runs tasks."""
+    return len(_process.running) < 2
 
 
 def is_nested(task: str) -> bool:
     """Returns whether a task of this thread runs within another one of the same name."""
-    return _own_tasks().count(task) > 1
-
-
-def _own_tasks() -> list[str]:
-    tasks: list[str] = vars(_thread).setdefault("tasks", [])
-    return tasks
+    return _thread.progress is not None and _thread.progress.tasks.count(task) > 1
 
 
 def begin_epoch(epoch: int) -> None:
     """Records the start of an epoch, counted from 0, and resets its updates."""
-    _progress.epoch, _progress.updates = epoch, 0
+    now = progress()
+    now.epoch, now.updates = epoch, 0
     spans.begin_epoch(epoch)
 
 
-def count_update() -> None:
-    """Counts a gradient reduction, unless it repeats the last one."""
-    if _progress.repeats:
-        _progress.repeats = False
+def count_update(ranks: Sequence[int] = ()) -> None:
+    """Counts a gradient reduction among ranks, unless it repeats the last one."""
+    now = progress(ranks)
+    if now.repeats:
+        now.repeats = False
         return
-    _progress.updates += 1
-    if _progress.step is None:
-        _progress.done += 1
+    now.updates += 1
+    if now.step is None:
+        _process.done += 1
     spans.count_update()
 
 
-def repeat_update() -> None:
-    """Makes the next gradient reduction belong to the same update."""
-    _progress.repeats = True
+def repeat_update(ranks: Sequence[int] = ()) -> None:
+    """Makes the next gradient reduction among ranks belong to the same update."""
+    progress(ranks).repeats = True
 
 
 def note_step(step: int) -> None:
@@ -111,21 +154,13 @@ def note_step(step: int) -> None:
 
     Threads of Keras may report steps out of order.
     """
-    before = _progress.step or 0
+    now = progress()
+    before = now.step or 0
     if step > before:
-        _progress.step = step
-        _progress.done += step - before
+        now.step = step
+        _process.done += step - before
 
 
-def describe_progress() -> str:
-    """Describes the progress, such as `in fit, epoch 3, update 57`, counted from 1.
-
-    Epochs are counted as Keras prints them. Empty without a record.
-    """
-    now = _progress
-    parts = [f"in {now.task}" if now.tasks else now.task] if now.task else []
-    if now.epoch is not None:
-        parts.append(f"epoch {now.epoch + 1}")
-    if now.updates:
-        parts.append(f"update {now.updates}")
-    return ", ".join(parts)
+def describe_progress(ranks: Sequence[int] = ()) -> str:
+    """Describes the progress of the task that acts among ranks, see `progress`."""
+    return progress(ranks).describe()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_dist import errors
-from keras_dist._engine.faults.progress import describe_progress
+from keras_dist._engine.faults.progress import describe_progress, is_single
 from keras_dist._engine.shm.wait import waits
 from keras_dist._engine.sideband import Ranks
 
@@ -42,7 +42,9 @@ class RankState:
     """State of a rank.
 
     Args:
-        waits: for each waiting thread the ranks, the operation and the seconds.
+        waits: for each waiting thread the ranks, the operation and the seconds; where several
+            threads run tasks, the operation has the progress of its own.
+        progress: that of the process; empty where several threads run tasks.
     """
 
     waits: tuple[tuple[Ranks, str, float], ...]
@@ -60,11 +62,16 @@ class RankState:
 
 def current_state() -> RankState:
     """Returns the state of this rank."""
-    now = time.perf_counter()
+    now, is_clear = time.perf_counter(), is_single()
     found = tuple(
-        (tuple(ranks), _describe_call(what), now - began) for ranks, what, began in waits()
+        (
+            tuple(ranks),
+            describe_operation(what, "" if is_clear else describe_progress(ranks)),
+            now - began,
+        )
+        for ranks, what, began in waits()
     )
-    return RankState(found, describe_progress(), _stacks())
+    return RankState(found, describe_progress() if is_clear else "", _stacks())
 
 
 def _stacks() -> str:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.faults.rank_state import (
     MAX_NAMED,
     RankState,
@@ -215,18 +216,16 @@ class StallWatchdog:
             if self._talks:
                 self._alarms.raise_alarm(tuple(ranks), ends)
             else:
-                self._report_alone(what, waited, ends)
+                self._report_alone(describe_operation(what, describe_progress(ranks)), waited, ends)
 
-    def _report_alone(self, what: Any, waited: float, ends: bool) -> None:
-        ends = ends and str(what) != AT_THE_END  # the others may still be working
-        state = current_state()
+    def _report_alone(self, what: str, waited: float, ends: bool) -> None:
+        ends = ends and not what.startswith(AT_THE_END)  # the others may still be working
         text = (
-            f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in "
-            f"{describe_operation(what, state.progress)}. Which of them is missing is not known, "
-            f"as {self._why_alone}."
+            f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in {what}. "
+            f"Which of them is missing is not known, as {self._why_alone}."
         )
         if ends:
-            self._end(f"{text} {self._end_text()}\n{state.stacks}", os._exit)
+            self._end(f"{text} {self._end_text()}\n{current_state().stacks}", os._exit)
         _log.warning(text)
 
     # --- As the rank that received the alarm
@@ -263,7 +262,7 @@ class StallWatchdog:
             if rank not in case.states:
                 self._silent.setdefault(rank, case.asked_at)
         # A rank at the end of its script also waits for ranks that wait in another operation.
-        stuck = {rank: wait for rank, wait in found.items() if wait[0] != AT_THE_END}
+        stuck = {rank: wait for rank, wait in found.items() if not wait[0].startswith(AT_THE_END)}
         if not (stuck or missing):
             return  # all have arrived
         first = min(stuck or found)

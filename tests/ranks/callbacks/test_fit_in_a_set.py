@@ -175,6 +175,28 @@ def test_fits_of_two_threads_have_ranks_of_their_own(trial):
     assert_close(weights_of(beside), weights_of(alone))
 
 
+def test_errors_tell_the_progress_of_their_own_fit(trial):
+    _, own = data_of(trial)
+    found = []
+    differs = Calls(lambda: trial.rank() == 1 and keras_dist.allreduce([0.0], process_set=trial))
+
+    def train():
+        try:
+            fit(model_of(trial), own, trial, appended=[differs])
+        except errors.MismatchError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=train)
+    everywhere = make_model(keras_dist.DistributedOptimizer(SGD(0.1)))
+    callbacks = keras_dist.callbacks(Calls(thread.start, lambda: thread.join(100)))
+    everywhere.fit(*own, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    assert not thread.is_alive()
+    assert len(found) == (trial.size() > 1)
+    first, second = trial.ranks[0], trial.ranks[-1]
+    for text in found:
+        assert f"Rank {first} is in fit, epoch 1, rank {second} in fit." in text
+
+
 def test_what_a_set_cannot_do_is_refused_before_the_first_step(trial):
     _, own = data_of(trial)
     everywhere = make_model(keras_dist.DistributedOptimizer(SGD(0.1)))
