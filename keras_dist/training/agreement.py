@@ -16,7 +16,7 @@ from keras_dist.data.fit_data import shapes_of_batches
 from keras_dist.data.nested import is_tf_dataset
 from keras_dist.runtime.process_sets import ProcessSet, format_ranks, global_process_set
 from keras_dist.training.distributed import distributed_optimizers
-from keras_dist.training.fit_session import Order, members
+from keras_dist.training.fit_session import Order, members, running_in
 from keras_dist.training.rank_exchanges import allgather_object
 
 OPERATION = "the begin of fit with the callbacks of keras_dist"
@@ -27,11 +27,9 @@ SAME_CALLBACKS = (
 
 
 @contextlib.contextmanager
-def within_set(arguments: dict[str, Any], model: Any) -> Iterator[None]:
-    """Runs a call within the process set of its callbacks, which are all of this set meanwhile."""
-    found = members(flat(arguments))
+def within_set(process_set: ProcessSet | None, found: list[Any]) -> Iterator[None]:
+    """Runs a call within a process set, to which all of its callbacks belong meanwhile."""
     before = [(member, member.root_rank, member.process_set) for member in found]
-    process_set = _set_of(found, model)
     try:
         for member in found if process_set is not None else ():
             member.train_within(process_set)
@@ -42,11 +40,15 @@ def within_set(arguments: dict[str, Any], model: Any) -> Iterator[None]:
             member.root_rank, member.process_set = own
 
 
-def _set_of(found: list[Any], model: Any) -> ProcessSet | None:
-    """Returns the process set of the callbacks of a call; `None` if they act on all ranks."""
+def set_of(found: list[Any], model: Any) -> ProcessSet | None:
+    """Returns the process set of the callbacks of a call, or of the loop around it.
+
+    `None`: the callbacks act on all ranks.
+    """
     sets = {id(each): each for member in found if (each := member.process_set) is not None}
     if not sets:
-        return None
+        loop = running_in(model)
+        return None if loop is None else loop.process_set
     if len(sets) > 1:
         raise errors.ArgumentError(
             runtime.where(),

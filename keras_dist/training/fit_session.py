@@ -15,6 +15,7 @@ import keras
 
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
+from keras_dist.runtime.process_sets import ProcessSet
 
 # Attribute of a model: its innermost session. Of a list of callbacks: that of its fit.
 SESSION = "_keras_dist_session"
@@ -74,6 +75,8 @@ class FitSession:
         self.backups: list[Any] = []
         #: result of the last train function of this epoch, without additions of callbacks
         self.last_logs: dict[str, Any] = {}
+        #: the ranks of the callbacks of a loop, and of calls within it; `None`: all
+        self.process_set: ProcessSet | None = None
         #: whether all ranks evaluate the model in this call
         self.is_evaluation = False
         #: what precedes the first step of a loop whose model is not built yet

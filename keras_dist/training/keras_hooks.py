@@ -17,7 +17,7 @@ from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import LOGS
 from keras_dist.data import epochs
 from keras_dist.training import random_generators
-from keras_dist.training.agreement import agree_on_fit, within_set
+from keras_dist.training.agreement import agree_on_fit, flat, set_of, within_set
 from keras_dist.training.fit_session import (
     SESSION,
     FitSession,
@@ -52,10 +52,12 @@ def watch_models() -> None:
         ("on_epoch_begin", functools.partial(_on_epoch, FitSession.call_hook)),
         ("on_train_batch_begin", functools.partial(_on_batch, FitSession.begin_step)),
         ("on_train_batch_end", functools.partial(_on_batch, FitSession.end_step)),
+        ("on_test_begin", _call),
+        ("on_test_end", _call),
         ("on_epoch_end", functools.partial(_on_epoch, FitSession.end_epoch)),
         ("on_train_end", _on_train_end),
     ):
-        _patch(keras.callbacks.CallbackList, name, around)
+        _patch(keras.callbacks.CallbackList, name, functools.partial(_within_loop, around))
 
 
 def _patch(cls: type, name: str, around: Callable[..., Any]) -> None:
@@ -84,7 +86,8 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = bound.arguments["self"]
     is_within = epochs.fit_arguments().get("self") is model
     outer = model.train_function, model.__dict__.get(TRACED_FOR)
-    with within_set(bound.arguments, model):
+    found = members(flat(bound.arguments))
+    with within_set(set_of(found, model), found):
         agreement = agree_on_fit(bound.arguments)
         # Arguments except callbacks are passed as given: other code may have wrapped `fit`.
         ordered, position = bound.arguments["callbacks"], list(bound.arguments).index("callbacks")
@@ -101,10 +104,10 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _running(task: str) -> Callable[..., Any]:
     def running(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        callbacks = inspect.signature(method).bind(model, *args, **kwargs).arguments
+        found = members(flat(inspect.signature(method).bind(model, *args, **kwargs).arguments))
         with (
             _engine.progress.during(task),
-            within_set(callbacks, model),
+            within_set(set_of(found, model), found),
             FitSession(model, task),
         ):
             return method(model, *args, **kwargs)
@@ -117,7 +120,8 @@ def _train_on_batch(method: Callable[..., Any], model: Any, *args: Any, **kwargs
     if loop is not None and loop.when_built is not None:
         if not loop.is_built:
             model(inspect.signature(method).bind(model, *args, **kwargs).arguments["x"])
-        loop.begin_step()
+        with within_set(loop.process_set, members(loop.callbacks)):
+            loop.begin_step()
     with FitSession(model, "train_on_batch"):
         return method(model, *args, **kwargs)
 
@@ -131,11 +135,32 @@ def _logs(compute: Callable[..., Any], model: Any, logs: Any) -> Any:
 # --- hooks of lists of callbacks ---------------------------------------------------------------
 
 
+def _within_loop(
+    around: Callable[..., Any], hook: Any, callbacks: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs a hook of a loop within the process set of its callbacks; `fit` does so as a whole."""
+    session = running_in(callbacks)
+    if session is None or session.process_set is None:
+        return around(hook, callbacks, *args, **kwargs)
+    with within_set(session.process_set, members(session.callbacks)):
+        return around(hook, callbacks, *args, **kwargs)
+
+
+def _call(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
+    hook(callbacks, logs)
+
+
 def _on_train_begin(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
-    if model_of(callbacks) is None or not members(callbacks.callbacks):
+    model, found = model_of(callbacks), members(callbacks.callbacks)
+    if model is None or not found:
         return hook(callbacks, logs)
-    wrap_train_function(model_of(callbacks))
-    return session_for_list(callbacks).begin(callbacks, functools.partial(hook, callbacks, logs))
+    wrap_train_function(model)
+    process_set = set_of(found, model)
+    session = session_for_list(callbacks)
+    if session.task == "loop":
+        session.process_set = process_set
+    with within_set(process_set, found):
+        return session.begin(callbacks, functools.partial(hook, callbacks, logs))
 
 
 def _on_epoch(

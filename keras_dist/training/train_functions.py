@@ -18,9 +18,15 @@ from keras_dist._compat.keras.losses import own_losses
 from keras_dist._compat.keras.models import is_trainer, layers_of
 from keras_dist.data import epochs
 from keras_dist.training import random_generators
+from keras_dist.training.agreement import within_set
 from keras_dist.training.copies import complete, move_outwards
 from keras_dist.training.distributed import distributed_optimizers
-from keras_dist.training.fit_session import is_evaluated_together, running_in, steps_of_call
+from keras_dist.training.fit_session import (
+    is_evaluated_together,
+    members,
+    running_in,
+    steps_of_call,
+)
 from keras_dist.training.global_losses import Step, with_rows, within
 from keras_dist.training.model_state import optimizers_of
 from keras_dist.training.rounds_in_fit import count_steps
@@ -115,7 +121,8 @@ def wrap_train_function(model: Any, *contexts: Callable[[], Any]) -> None:
     def train_function(*arguments: Any) -> Any:
         session = running_in(model)
         if session is not None and session.precedes_steps:
-            return session.step(*arguments)
+            with within_set(session.process_set, members(session.callbacks)):
+                return session.step(*arguments)
         return made(*arguments)
 
     setattr(train_function, WRAPPED, contexts)

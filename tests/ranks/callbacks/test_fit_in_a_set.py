@@ -127,6 +127,54 @@ def test_a_set_resumes_from_its_own_backup(trial, kind, shared_tmp_path):
     assert saved.exists()
 
 
+def loop(model, data, trial, *callbacks):
+    """Trains two epochs in a loop of one's own; returns the loss of the evaluation after each."""
+    listed = keras_dist.callbacks(*callbacks, process_set=trial)
+    losses, listed = [], keras.callbacks.CallbackList(listed, model=model)
+    listed.on_train_begin()
+    for epoch in range(2):
+        listed.on_epoch_begin(epoch)
+        for step in range(STEPS):
+            batch = [each[step * BATCH : (step + 1) * BATCH] for each in data]
+            listed.on_train_batch_begin(step)
+            listed.on_train_batch_end(step, model.train_on_batch(*batch, return_dict=True))
+            if model.stop_training:
+                break
+        losses.append(model.evaluate(*data, batch_size=BATCH, verbose=0, callbacks=listed))
+        listed.on_epoch_end(epoch)
+        if model.stop_training:
+            break
+    listed.on_train_end()
+    return losses
+
+
+def test_a_loop_of_ones_own_acts_within_the_set(trial, shared_tmp_path):
+    (x, y), own = data_of(trial)
+    folder, file = shared_tmp_path / str(trial.ranks[0]), f"{trial.ranks[0]}.weights.h5"
+    checkpoint = ModelCheckpoint(str(shared_tmp_path / file), save_weights_only=True)
+    model = model_of(trial)
+    model.set_weights([weight + trial.rank() for weight in weights_of(model)])
+    of_one_set = [ShardedCheckpoint(folder)] if trial.ranks[0] else []
+    losses = loop(model, own, trial, checkpoint, *of_one_set)
+    assert (checkpoint.root_rank, checkpoint.process_set) == (0, None)
+    alone, expected = make_model(SGD(rate_of(trial), momentum=0.9)), []
+    for _ in range(2):
+        alone.fit(x, y, BATCH * trial.size(), verbose=0, shuffle=False)
+        expected.append(alone.evaluate(x, y, verbose=0))
+    assert_close(weights_of(model), weights_of(alone))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    saved = model_of(trial)
+    saved.load_weights(shared_tmp_path / file)
+    assert_close(weights_of(saved), weights_of(alone))
+    assert keras_dist.allgather_object(1) == [1] * keras_dist.size()
+
+
+def test_a_stop_in_a_loop_of_ones_own_stops_one_set(trial):
+    model = model_of(trial)
+    loop(model, data_of(trial)[1], trial, *([StopAt(trial, 1)] if trial.ranks[0] == 0 else []))
+    assert int(model.optimizer.iterations) == (2 if trial.ranks[0] == 0 else 2 * STEPS)
+
+
 def test_evaluation_is_that_of_the_set(trial):
     whole, own = data_of(trial)
     model = model_of(trial)
