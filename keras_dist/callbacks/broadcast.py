@@ -82,7 +82,7 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         if self.model.built or (is_loop and self.session.is_built):
             self._broadcast()
         elif is_loop:
-            self.session.when_built = self._broadcast
+            self.session.when_built = self._build_and_broadcast
         else:
             self.session.before_first_step(FirstStep.BROADCAST, self._build_and_broadcast)
 
@@ -106,7 +106,8 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         separate_in_fit(model, self.root_rank)
 
     def _build_and_broadcast(self, *arguments: Any) -> tuple[Any, ...]:
-        _build(self.model, arguments[-1])
+        if arguments and not self.model.built:
+            _build(self.model, arguments[-1])
         self._broadcast()
         return arguments
 

@@ -31,8 +31,9 @@ Transformation = Callable[[Any, Compute], Any]
 class FirstStep(enum.IntEnum):
     """What precedes the first step of a fit, once its batches are there, in this order."""
 
-    BROADCAST = 0
-    COMPARE = 1
+    BEGIN_LOOP = 0  # around the fit
+    BROADCAST = 1
+    COMPARE = 2
 
 
 class Logs(enum.IntEnum):
@@ -79,8 +80,9 @@ class FitSession:
         self.process_set: ProcessSet | None = None
         #: whether all ranks evaluate the model in this call
         self.is_evaluation = False
-        #: what precedes the first step of a loop whose model is not built yet
-        self.when_built: Work | None = None
+        #: what precedes the first step of a loop whose model is not built yet: it takes the
+        #: arguments of that step, from whose batches it builds the model, or none if that is built
+        self.when_built: Callable[..., tuple[Any, ...]] | None = None
         self._list: Callable[[], Any] = lambda: model
         self._first_step: dict[FirstStep, Callable[..., tuple[Any, ...]]] = {}
         self._resumed: Any = None
@@ -141,11 +143,12 @@ class FitSession:
         layers = self.model.layers if isinstance(self.model, keras.Model) else []
         return self.model.built or (bool(layers) and all(each.built for each in layers))
 
-    def begin_step(self) -> None:
-        """Does what waits for the model of a loop to be built."""
-        if self.when_built is not None and self.is_built:
+    def begin_step(self, *arguments: Any) -> tuple[Any, ...]:
+        """Does what waits for the model of a loop to be built, or for the arguments of a step."""
+        if self.when_built is not None and (arguments or self.is_built):
             work, self.when_built = self.when_built, None
-            work()
+            return work(*arguments)
+        return arguments
 
     def end_step(self) -> None:
         """Checks that what precedes the first step of a loop has been done."""

@@ -20,6 +20,7 @@ from keras_dist.training import random_generators
 from keras_dist.training.agreement import agree_on_fit, flat, set_of, within_set
 from keras_dist.training.fit_session import (
     SESSION,
+    FirstStep,
     FitSession,
     members,
     running_in,
@@ -120,8 +121,7 @@ def _train_on_batch(method: Callable[..., Any], model: Any, *args: Any, **kwargs
     if loop is not None and loop.when_built is not None:
         if not loop.is_built:
             model(inspect.signature(method).bind(model, *args, **kwargs).arguments["x"])
-        with within_set(loop.process_set, members(loop.callbacks)):
-            loop.begin_step()
+        _begin_loop(loop)
     with FitSession(model, "train_on_batch"):
         return method(model, *args, **kwargs)
 
@@ -150,8 +150,20 @@ def _call(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
     hook(callbacks, logs)
 
 
+def _begin_loop(loop: FitSession, *arguments: Any) -> tuple[Any, ...]:
+    """Does what precedes the first step of a loop."""
+    with within_set(loop.process_set, members(loop.callbacks)):
+        return loop.begin_step(*arguments)
+
+
 def _on_train_begin(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
     model, found = model_of(callbacks), members(callbacks.callbacks)
+    running = None if model is None else running_in(model)
+    loop = None if running is None else running.outer
+    if running is not None and loop is not None and loop.when_built is not None:  # a fit within it
+        _begin_loop(loop)
+        if loop.when_built is not None:  # TensorFlow builds a model in its first step
+            running.before_first_step(FirstStep.BEGIN_LOOP, functools.partial(_begin_loop, loop))
     if model is None or not found:
         return hook(callbacks, logs)
     wrap_train_function(model)
@@ -178,7 +190,7 @@ def _on_epoch(
 
 
 def _on_batch(
-    place: Callable[[FitSession], None],
+    place: Callable[[FitSession], Any],
     hook: Callable[..., None],
     callbacks: Any,
     batch: int,

@@ -114,6 +114,23 @@ def test_a_loop_begins_with_the_roots_weights_where_its_first_step_builds_the_mo
     assert int(model.optimizer.iterations) == 2
 
 
+@pytest.mark.parametrize("has_callbacks", [False, True])
+def test_a_fit_within_a_loop_builds_the_model_and_begins_with_the_roots_weights(has_callbacks):
+    model = unbuilt()
+    callbacks = keras.callbacks.CallbackList(keras_dist.callbacks(), model=model)
+    callbacks.on_train_begin()
+    for epoch in range(2):
+        callbacks.on_epoch_begin(epoch)
+        callbacks.on_train_batch_begin(0)
+        own = keras_dist.callbacks() if has_callbacks else None
+        model.fit(*make_data(8, seed=keras_dist.rank()), batch_size=4, verbose=0, callbacks=own)
+        callbacks.on_train_batch_end(0)
+        callbacks.on_epoch_end(epoch)
+    callbacks.on_train_end()
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert int(model.optimizer.iterations) == 4
+
+
 def test_a_loop_with_a_model_of_built_layers_begins_with_the_roots_weights():
     model = keras.Model()  # without a call, as a model with a train step of its own
     keras.utils.set_random_seed(keras_dist.rank())
