@@ -8,6 +8,7 @@ import keras
 
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras
+from keras_dist._compat.keras.models import is_built
 from keras_dist.training import layer_state
 from keras_dist.training.fit_session import FirstStep
 from keras_dist.training.model_state import families, has_weights, keep_local, optimizers_of
@@ -79,7 +80,7 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         keep_local(self.model, self.local_variables)
         self._compare_optimizers()
         is_loop = self.session.task == "loop"
-        if self.model.built or (is_loop and self.session.is_built):
+        if is_built(self.model) or (is_loop and self.session.is_built):
             self._broadcast()
         elif is_loop:
             self.session.when_built = self._build_and_broadcast
@@ -106,7 +107,7 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         separate_in_fit(model, self.root_rank)
 
     def _build_and_broadcast(self, *arguments: Any) -> tuple[Any, ...]:
-        if arguments and not self.model.built:
+        if arguments and not is_built(self.model):
             _build(self.model, arguments[-1])
         self._broadcast()
         return arguments

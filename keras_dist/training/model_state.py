@@ -62,7 +62,7 @@ def rounds_of(optimizer: Any) -> Any:
 def has_weights(model: keras.Model) -> bool:
     """Returns whether the weights of a model exist, also of one that only has built layers."""
     layers = [layer for layer in models.layers_of(model) if layer is not model]
-    return model.built or (bool(layers) and all(layer.built for layer in layers))
+    return models.is_built(model) or (bool(layers) and all(layer.built for layer in layers))
 
 
 def state(model: keras.Model) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_dist import _backends, errors, runtime
-from keras_dist._compat.keras.models import layers_of, optimizer_of
+from keras_dist._compat.keras.models import is_built, layers_of, optimizer_of
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import Logs, running_in, steps_of_call
 from keras_dist.training.rounds import Rounds
@@ -81,7 +81,7 @@ def _step(step: Callable[..., Any], model: Any, *arguments: Any) -> Any:
 def _build(model: Any, every: dict[Any, Rounds], batches: Any) -> None:
     """Finds the variables of rounds, before the first step."""
     backend, compiled = _backends.active(), optimizer_of(model)
-    if not model.built:
+    if not is_built(model):
         backend.build_from(model, batches)
     if isinstance(compiled, keras.optimizers.Optimizer) and not compiled.built:
         compiled.build(model.trainable_variables)

@@ -9,12 +9,26 @@ from keras_dist._compat.keras.versions import release, uses, version
 
 # The method of a model that turns the logs of the last batch into those of the epoch.
 LOGS = "_get_metrics_result_or_logs"
+# Attribute of a layer: whether it has been called.
+CALLED = "_called"
 
 
 def layers_of(model: Any) -> list[Any]:
     """Returns a model and all layers in it, also those in Keras' lists and dicts."""
     layers: list[Any] = model._flatten_layers()
     return layers
+
+
+def is_built(model: Any) -> bool:
+    """Returns whether the weights of a model exist.
+
+    `build` of Keras, on a class that does not define it, only marks the model as built: its layers
+    get their weights when the model is called.
+    """
+    if not model.built or vars(model).get(CALLED, True):
+        return bool(model.built)
+    is_marked = type(model).build is keras.Model.build
+    return not is_marked or all(layer.built for layer in layers_of(model))
 
 
 def is_trainer(layer: Any) -> bool:
@@ -78,6 +92,11 @@ CONTRACT = (
         "_flatten_layers()",
         "to inspect all layers of a model",
         "layers that ranks must not share would not be found",
+    ),
+    Owner("keras:layers.Layer").attribute(
+        CALLED,
+        "to build a model before its first step",
+        "the step of a model that is only marked as built would fail",
     ),
     MODEL.method(
         "make_train_function(force)",

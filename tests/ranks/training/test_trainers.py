@@ -82,3 +82,28 @@ def test_a_batch_trains_a_trainer_like_one_process():
     compiled(alone, sgd()).train_on_batch(x, y)
     compiled(model, keras_dist.DistributedOptimizer(sgd())).train_on_batch(*own)
     assert_close(weights_of(model), weights_of(alone))
+
+
+class Marked(keras.Model):
+    """A model without a `build`: that of Keras marks it as built, and makes no weights."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        keras.utils.set_random_seed(1)
+        self.hidden = keras.layers.Dense(8, "relu")
+        self.outputs_of_classes = keras.layers.Dense(CLASSES, "softmax")
+        self.build((None, FEATURES))
+
+    def call(self, x):
+        return self.outputs_of_classes(self.hidden(x))
+
+
+@pytest.mark.filterwarnings("ignore:.build")
+def test_a_model_that_is_only_marked_as_built_trains_like_one_process(shared_tmp_path):
+    whole = global_data()
+    own = [rows_of_rank(each, BATCH) for each in whole]
+    alone = compiled(Marked(), sgd())
+    trained(alone, whole, BATCH * keras_dist.size())
+    model = compiled(Marked(), keras_dist.DistributedOptimizer(sgd()))
+    trained(model, own, BATCH, *keras_dist.callbacks(BackupAndRestore(shared_tmp_path / "backup")))
+    assert_close(weights_of(model), weights_of(alone), 1e-5)
