@@ -1,11 +1,14 @@
 """Private and undocumented names of TensorFlow; `tf_data` has those of tf.data."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dist._compat.contract import Owner, require
+
+SOME = 2  # rows, where a graph does not know their number
 
 
 def version() -> str:
@@ -21,6 +24,25 @@ def is_recorded() -> bool:
 def eager_tensor(array: Any, device: str | None) -> Any:
     """Returns an array as a tensor on a device, in a fifth of the time of `tf.constant`."""
     return _eager_class()(array, device, None)
+
+
+def has_known_shape(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Returns whether the shape of a result depends on the shapes of its arguments alone.
+
+    Not of eager tensors: their shapes say nothing about those of other values.
+    """
+    if tf.executing_eagerly():
+        return False
+
+    def spec(tensor: Any) -> Any:
+        return tf.TensorSpec([SOME if n is None else n for n in tensor.shape], tensor.dtype)
+
+    try:
+        given = tf.nest.map_structure(spec, arguments)
+        traced = tf.function(function, autograph=False).get_concrete_function(*given)
+        return bool(traced.structured_outputs.shape.is_fully_defined())
+    except Exception:  # of the function, for these shapes
+        return False
 
 
 @functools.cache

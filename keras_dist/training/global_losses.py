@@ -127,6 +127,9 @@ def with_rows(rows: Any) -> Iterator[None]:
 def _over_ranks(own: Sequence[Measured]) -> list[Any]:
     """Returns losses of all ranks, with the gradients of this rank that the ranks reduce."""
     step, uncompiled = _thread.steps[-1], _backends.active().call_uncompiled
+    for loss in own:
+        if loss.of_whole_batch:
+            _warn_of_whole_batch(loss.of_whole_batch)
     if step.evaluates is None and step.reduction.options.op is _engine.ReduceOp.ADASUM:
         means = [
             loss.denominator
@@ -140,6 +143,20 @@ def _over_ranks(own: Sequence[Measured]) -> list[Any]:
     asked = [loss for loss, result in zip(own, results, strict=True) if result is None]
     found = iter(uncompiled(functools.partial(_exchanged, asked, step)) if asked else ())
     return [next(found) if result is None else result for result in results]
+
+
+@functools.cache
+def _warn_of_whole_batch(name: str) -> None:
+    """Warns once that a loss is not that of one process. Not a collective operation."""
+    runtime.notify(
+        errors.explain(
+            runtime.where(),
+            "a loss that is a mean over the samples of a batch",
+            f"the loss {name!r}, which compares the samples of the batch of a rank with each other",
+            "Pass axis= to Dice and Tversky, so that each sample has its own loss. Ignore this "
+            "warning if batches of the size of a rank are what you want; the ranks are averaged.",
+        )
+    )
 
 
 def _without_exchange(own: Measured, step: Step) -> Any:

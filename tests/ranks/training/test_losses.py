@@ -216,6 +216,59 @@ def test_rows_of_unequal_lengths_count_by_their_elements():
     np.testing.assert_allclose(found, [expected] * 2, rtol=1e-5)
 
 
+def of_positive_targets(y_true, y_pred):
+    """The squared errors of rows with a positive target, as many as there are."""
+    errors, is_positive = keras.ops.square(y_true - y_pred)[:, 0], y_true[:, 0] > 0
+    if backend == "tensorflow":
+        import tensorflow as tf
+
+        return tf.boolean_mask(errors, is_positive)
+    return errors[is_positive]
+
+
+class OfPositiveTargets(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return of_positive_targets(y_true, y_pred)
+
+
+@pytest.mark.skipif(backend == "jax", reason="on JAX, values do not determine shapes")
+@pytest.mark.parametrize("loss", [of_positive_targets, OfPositiveTargets()])
+@pytest.mark.parametrize("eager", [False, True])
+def test_elements_that_a_loss_leaves_out_do_not_count(loss, eager):
+    rank, size, rows = keras_dist.rank(), keras_dist.size(), BATCH * STEPS
+    x = np.random.default_rng(0).standard_normal((size * rows, TOKENS)).astype("float32")
+    y = np.where(np.arange(len(x)) % size <= np.arange(len(x)) % 3, 1.0, -1.0)
+    y[: size * BATCH : size] = -1.0  # rank 0 of several has nothing that counts in the first step
+    y[size - 1] = 1.0
+    wrapped, results = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), []
+    for optimizer, number, share in (
+        (keras.optimizers.SGD(0.1), size * BATCH, slice(None)),
+        (wrapped, BATCH, slice(rank, None, size)),
+    ):
+        keras.utils.set_random_seed(1)
+        model, _ = of_rows()
+        model.compile(optimizer, loss, run_eagerly=eager)
+        callbacks = keras_dist.callbacks() if optimizer is wrapped else []
+        options = {"batch_size": number, "verbose": 0, "callbacks": callbacks}
+        history = model.fit(x[share], y[share, None], shuffle=False, **options).history
+        results.append((weights_of(model), history["loss"]))
+    (expected, expected_loss), (weights, found_loss) = results
+    assert_close(weights, expected, 1e-5)
+    np.testing.assert_allclose(found_loss, expected_loss, rtol=1e-5)
+
+
+def test_the_root_names_losses_that_compare_samples(caplog):
+    global_losses._warn_of_whole_batch.cache_clear()
+    x = np.ones((BATCH, TOKENS), "float32")
+    for loss in (keras.losses.Dice(axis=-1, name="each"), keras.losses.Dice(name="whole")):
+        model, _ = of_rows()
+        model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
+        model.train_on_batch(x, x[:, :1])
+    warns = keras_dist.rank() == 0 and keras_dist.size() > 1
+    assert ("the loss 'whole'" in caplog.text) == warns
+    assert "the loss 'each'" not in caplog.text
+
+
 def test_an_infinite_loss_is_infinite_on_all_ranks():
     model, _ = of_rows()
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
