@@ -12,10 +12,13 @@ from keras_dist.data import epochs
 class Passes(keras.utils.PyDataset):
     """A data set that a script can loop over: each loop is the next epoch, as in `fit`.
 
-    Subclasses define `_begin` and `_end`, which are called at the start and the end of an epoch.
+    Where Keras is told fewer steps than there are, its next epoch reads on: then several of its
+    epochs are one of the data. Subclasses define `_begin` and `_end`, which are called at the start
+    and the end of that.
     """
 
     _loop: str | None = None  # "begun" or "ended"; none in an epoch of Keras
+    _part: tuple[Any, int] | None = None  # the fit that reads on, and the steps it has read
 
     def __iter__(self) -> Iterator[Any]:
         self.on_epoch_begin()
@@ -26,17 +29,30 @@ class Passes(keras.utils.PyDataset):
         self._end(True)
 
     def on_epoch_begin(self) -> None:
-        """Starts an epoch; ends that of a loop which was left early."""
-        if self._loop == "begun":
+        """Starts an epoch, or reads on; ends that of a loop or a fit which was left early."""
+        if self._part is not None and self._part[0] is epochs.steps_of(self)[0]:
+            return
+        if self._loop == "begun" or self._part is not None:
             self._end(True)
-        self._loop = None
+        self._loop = self._part = None
         self._begin()
 
     def on_epoch_end(self) -> None:
         """Advances to the next epoch, unless the end of a loop has done so."""
         loop, self._loop = self._loop, None
+        if loop is None and self._is_part():
+            return
         # Keras reads a batch for its shapes, and ends this "epoch" before the first one of `fit`.
         self._end(loop == "begun" or (loop is None and not epochs.awaits_steps(self)))
+
+    def _is_part(self) -> bool:
+        """Returns whether the next epoch of Keras reads on."""
+        fit, steps = epochs.steps_of(self)
+        if steps is None or epochs.awaits_steps(self):
+            return False
+        read = steps + (self._part[1] if self._part is not None else 0)
+        self._part = (fit, read) if read < len(self) else None
+        return self._part is not None
 
     def _begin(self) -> None:
         raise NotImplementedError

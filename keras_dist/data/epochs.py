@@ -115,6 +115,15 @@ def awaits_steps(data: Any) -> bool:
     return any(fit.awaits_steps and fit.arguments.get("x") is data for fit in _fits.every())
 
 
+def steps_of(data: Any) -> tuple[Any, int | None]:
+    """Returns the running fit, and the steps that it was told to take in an epoch of its data.
+
+    The next epoch of Keras reads on then, instead of from the start.
+    """
+    fit = _fits.get()
+    return fit, fit.arguments.get("steps_per_epoch") if fit.arguments.get("x") is data else None
+
+
 def has_equal_batches(model: Any) -> bool:
     """Returns whether the batches of all ranks have equal shapes in each step of a model's fit."""
     fit = _fits.get()

@@ -47,6 +47,26 @@ def test_fit_trains_on_every_sample_once_an_epoch(make):
     assert len(set(keras_dist.allgather_object(tuple(steps)))) == 1
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("kind", ["arrays", "elements"])
+def test_an_epoch_of_fewer_steps_reads_on_where_the_one_before_ended(kind, shuffle):
+    numbers = np.arange(16 * keras_dist.size(), dtype="float32")[:, None]
+    data = (numbers, numbers) if kind == "arrays" else lambda: zip(numbers, numbers, strict=True)
+    mean = keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: y_true, name="mean")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "mse", metrics=[mean])
+    data = shard(data, BATCH, **({"shuffle": shuffle} if kind == "arrays" else {}))
+    how = {"steps_per_epoch": 2, "verbose": 0, "callbacks": keras_dist.callbacks()}
+    # The first fit ends within the data; the next one begins with the first batch of an epoch.
+    model.fit(data, epochs=3, shuffle=shuffle, **how)
+    found = np.reshape(model.fit(data, epochs=4, shuffle=shuffle, **how).history["mean"], (2, 2))
+    assert found.mean(1) == pytest.approx([numbers.mean()] * 2)
+    if not (kind == "arrays" and shuffle):
+        halves = [half.mean() for half in np.split(numbers, 2)]
+        assert found.ravel() == pytest.approx(halves * 2)
+
+
 def pairs():
     return shard(list(zip(*[np.arange(TOTAL, dtype="float32")[:, None]] * 2, strict=True)), BATCH)
 
