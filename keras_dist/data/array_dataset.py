@@ -1,6 +1,7 @@
 """The batches of a rank as a `keras.utils.PyDataset`, for every Keras backend."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,13 @@ class Passes(keras.utils.PyDataset):
     """
 
     _loop: str | None = None  # "begun" or "ended"; none in an epoch of Keras
-    _part: tuple[Any, int] | None = None  # the fit that reads on, and the steps it has read
+    # The fit that reads on, by a weak reference, and the steps it has read.
+    _part: tuple[weakref.ReferenceType[Any], int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        if self._part is not None:  # of a fit, whose next epoch begins anew
+            self._part = None
+            self._end(True)
         self.on_epoch_begin()
         self._loop = "begun"
         for index in range(len(self)):
@@ -30,7 +35,8 @@ class Passes(keras.utils.PyDataset):
 
     def on_epoch_begin(self) -> None:
         """Starts an epoch, or reads on; ends that of a loop or a fit which was left early."""
-        if self._part is not None and self._part[0] is epochs.steps_of(self)[0]:
+        fit, steps = epochs.steps_of(self)
+        if self._part is not None and steps is not None and self._part[0]() is fit:
             return
         if self._loop == "begun" or self._part is not None:
             self._end(True)
@@ -51,7 +57,7 @@ class Passes(keras.utils.PyDataset):
         if steps is None or epochs.awaits_steps(self):
             return False
         read = steps + (self._part[1] if self._part is not None else 0)
-        self._part = (fit, read) if read < len(self) else None
+        self._part = (weakref.ref(fit), read) if read < len(self) else None
         return self._part is not None
 
     def _begin(self) -> None:

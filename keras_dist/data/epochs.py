@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist import _engine
 from keras_dist.runtime.running_calls import OfCall
 
 
@@ -118,10 +119,13 @@ def awaits_steps(data: Any) -> bool:
 def steps_of(data: Any) -> tuple[Any, int | None]:
     """Returns the running fit, and the steps that it was told to take in an epoch of its data.
 
-    The next epoch of Keras reads on then, instead of from the start.
+    The next epoch of Keras reads on then, instead of from the start. It does not where `evaluate`
+    reads the data within the fit, nor with workers, which Keras starts anew.
     """
     fit = _fits.get()
-    return fit, fit.arguments.get("steps_per_epoch") if fit.arguments.get("x") is data else None
+    trains = fit.arguments.get("x") is data and _engine.progress.progress().tasks[-1:] == ["fit"]
+    reads_on = trains and data.workers <= 1 and not data.use_multiprocessing
+    return fit, fit.arguments.get("steps_per_epoch") if reads_on else None
 
 
 def has_equal_batches(model: Any) -> bool:

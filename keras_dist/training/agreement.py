@@ -41,13 +41,13 @@ def within_set(process_set: ProcessSet | None, found: list[Any]) -> Iterator[Non
 
 
 def set_of(found: list[Any], model: Any) -> ProcessSet | None:
-    """Returns the process set of the callbacks of a call, or of the loop around it.
+    """Returns the process set of the callbacks of a call; without any, that of the loop around it.
 
-    `None`: the callbacks act on all ranks.
+    `None`: they act on all ranks.
     """
     sets = {id(each): each for member in found if (each := member.process_set) is not None}
     if not sets:
-        loop = running_in(model)
+        loop = None if found else running_in(model)
         return None if loop is None else loop.process_set
     if len(sets) > 1:
         raise errors.ArgumentError(

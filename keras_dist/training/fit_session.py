@@ -158,8 +158,7 @@ class FitSession:
                 runtime.where(),
                 f"model {self.model.name!r} to be built before the first step of a loop",
                 "a step that has built it, so that each rank began with weights of its own",
-                "Call model.build(input_shape), or the model on a batch, before on_train_begin of "
-                "the callbacks.",
+                "Call the model on a batch before on_train_begin of the callbacks.",
             )
 
     # --- hooks of callbacks ------------------------------------------------------------------

@@ -217,7 +217,9 @@ def _is_of_keras(loss: Any) -> bool:
 def _is_of_whole_batch(loss: Any, values: Any) -> bool:
     """Returns whether a loss of Keras compares samples with each other."""
     function, is_number = vars(loss).get("fn"), not len(getattr(values, "shape", ()))
-    return function is not None and function in WHOLE and (is_number or WHOLE[function])
+    # A function of the user may have no hash.
+    always = next((always for known, always in WHOLE if known is function), None)
+    return always is not None and (is_number or always)
 
 
 def _shapes_tell(loss: Any, values: Any, y_true: Any, y_pred: Any) -> bool:
@@ -330,7 +332,7 @@ def _module() -> Any:
 
 # Losses over a batch as a whole: if they return one number, or in any case.
 OVER_BATCHES = {"dice": False, "tversky": False, "circle": True}
-WHOLE = {getattr(keras.losses, name): always for name, always in OVER_BATCHES.items()}
+WHOLE = [(getattr(keras.losses, name), always) for name, always in OVER_BATCHES.items()]
 LOSS_MODULE = "keras.src.losses.loss"
 LOSSES = Owner(LOSS_MODULE)
 COMPILED = "keras.src.trainers.compile_utils"

@@ -1,5 +1,6 @@
 """Losses whose denominators differ between ranks: weights and logs are those of one process."""
 
+import dataclasses
 import threading
 
 import keras
@@ -229,6 +230,23 @@ def of_positive_targets(y_true, y_pred):
 class OfPositiveTargets(keras.losses.Loss):
     def call(self, y_true, y_pred):
         return of_positive_targets(y_true, y_pred)
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A loss without a hash, as dataclasses are."""
+
+    scale: float
+
+    def __call__(self, y_true, y_pred):
+        return self.scale * keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+
+def test_a_loss_needs_no_hash():
+    model, _ = of_rows()
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), Scaled(2.0))
+    x = np.ones((BATCH, TOKENS), "float32")
+    assert np.isfinite(model.train_on_batch(x, x[:, :1]))
 
 
 @pytest.mark.skipif(backend == "jax", reason="on JAX, values do not determine shapes")
