@@ -100,9 +100,9 @@ class Cluster:
         self.run("scancel", "--user=root")
         assert wait_for(lambda: not self.run("squeue", "--noheader")), self.logs()
 
-    def wait(self, number, *states, seconds=2 * HANG_SECONDS):
+    def wait(self, number, *states):
         """Waits until a job is in one of the states; returns its fields."""
-        ended = wait_for(lambda: self.job(number)["JobState"] in states, seconds)
+        ended = wait_for(lambda: self.job(number)["JobState"] in states, 2 * HANG_SECONDS)
         assert ended, f"{self.job(number)}\n{self.logs()}"
         return self.job(number)
 

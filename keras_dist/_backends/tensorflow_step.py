@@ -207,5 +207,5 @@ def build_from(model: Any, batches: Any) -> None:
             "[keras_dist]",
             f"to build model {model.name!r} from the shapes of its data",
             f"{type(error).__name__}: {error}",
-            "Build the model before fit: model.build(input_shape), or call it on a batch.",
+            "Build the model before fit: call it on a batch.",
         ) from error

@@ -8,10 +8,10 @@ import keras
 
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras
-from keras_dist._compat.keras.models import is_built
+from keras_dist._compat.keras.models import has_weights, is_built
 from keras_dist.training import layer_state
 from keras_dist.training.fit_session import FirstStep
-from keras_dist.training.model_state import families, has_weights, keep_local, optimizers_of
+from keras_dist.training.model_state import families, keep_local, optimizers_of
 from keras_dist.training.random_generators import separate_in_fit
 from keras_dist.training.rank_exchanges import allgather_object
 from keras_dist.training.replicas import broadcast_state, build_optimizers_alike

@@ -12,7 +12,7 @@ import keras
 
 from keras_dist import _backends, _engine, runtime
 from keras_dist._compat.keras.callbacks import KerasBackup, model_of
-from keras_dist._compat.keras.models import initial_epoch_from
+from keras_dist._compat.keras.models import has_weights, initial_epoch_from
 from keras_dist.callbacks.callback_states import CallbackStates
 from keras_dist.callbacks.metrics import number_of
 from keras_dist.callbacks.verification import ENDING, are_replicas, verify_before_writing
@@ -23,7 +23,7 @@ from keras_dist.resume.format import REMEDY
 from keras_dist.resume.rank_states import CompressionErrors, OwnSteps
 from keras_dist.resume.stores import Store
 from keras_dist.training.fit_session import FitSession, is_stopped
-from keras_dist.training.model_state import has_weights, shared_state
+from keras_dist.training.model_state import shared_state
 from keras_dist.training.rank_exchanges import allgather_object
 from keras_dist.training.replicas import verify_sums
 from keras_dist.training.session_callback import SessionCallback

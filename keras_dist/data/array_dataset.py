@@ -13,9 +13,8 @@ from keras_dist.data import epochs
 class Passes(keras.utils.PyDataset):
     """A data set that a script can loop over: each loop is the next epoch, as in `fit`.
 
-    Where Keras is told fewer steps than there are, its next epoch reads on: then several of its
-    epochs are one of the data. Subclasses define `_begin` and `_end`, which are called at the start
-    and the end of that.
+    If `steps_per_epoch` of `fit` is below the number of batches, an epoch of the data spans several
+    epochs of Keras. Subclasses define `_begin` and `_end`, which are called at its start and end.
     """
 
     _loop: str | None = None  # "begun" or "ended"; none in an epoch of Keras
@@ -23,10 +22,7 @@ class Passes(keras.utils.PyDataset):
     _part: tuple[weakref.ReferenceType[Any], int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._part is not None:  # of a fit, whose next epoch begins anew
-            self._part = None
-            self._end(True)
-        self.on_epoch_begin()
+        self._restart()
         self._loop = "begun"
         for index in range(len(self)):
             yield self[index]
@@ -34,14 +30,10 @@ class Passes(keras.utils.PyDataset):
         self._end(True)
 
     def on_epoch_begin(self) -> None:
-        """Starts an epoch, or reads on; ends that of a loop or a fit which was left early."""
+        """Starts an epoch, unless Keras reads on."""
         fit, steps = epochs.steps_of(self)
-        if self._part is not None and steps is not None and self._part[0]() is fit:
-            return
-        if self._loop == "begun" or self._part is not None:
-            self._end(True)
-        self._loop = self._part = None
-        self._begin()
+        if self._part is None or steps is None or self._part[0]() is not fit:
+            self._restart()
 
     def on_epoch_end(self) -> None:
         """Advances to the next epoch, unless the end of a loop has done so."""
@@ -50,6 +42,13 @@ class Passes(keras.utils.PyDataset):
             return
         # Keras reads a batch for its shapes, and ends this "epoch" before the first one of `fit`.
         self._end(loop == "begun" or (loop is None and not epochs.awaits_steps(self)))
+
+    def _restart(self) -> None:
+        """Starts an epoch; ends that of a loop or a fit which was left early."""
+        if self._loop == "begun" or self._part is not None:
+            self._end(True)
+        self._loop = self._part = None
+        self._begin()
 
     def _is_part(self) -> bool:
         """Returns whether the next epoch of Keras reads on."""

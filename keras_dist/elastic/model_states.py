@@ -68,11 +68,11 @@ class KerasState(_VariablesState):
     _described: Any = None  # the optimizers of a state, while it is restored
 
     def __init__(self, model: Any, optimizer: Any = None, directory: Any = None, **attributes: Any):
-        from keras_dist.training.model_state import has_weights
+        from keras_dist._compat.keras.models import has_weights
 
         if not has_weights(model):
             expected, received = "a built model", f"{model.name!r}, which is not built"
-            remedy = "Call it on a batch, or its build(), before the state is made."
+            remedy = "Call it on a batch before the state is made."
             raise errors.ArgumentError(runtime.where(), expected, received, remedy)
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         reduction = getattr(self.optimizer, "_keras_dist", None)

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 
 from keras_dist import errors, runtime
+from keras_dist._compat.keras.models import has_weights
 from keras_dist.resume.format import REMEDY
 from keras_dist.resume.read import Contents
 from keras_dist.resume.tensor_file import Tensor
@@ -24,7 +25,6 @@ from keras_dist.training import built_optimizers, layer_state
 from keras_dist.training.model_state import (
     accumulated,
     bytes_of,
-    has_weights,
     host_array,
     random_states,
     shared_state,
@@ -248,7 +248,7 @@ def _check_built(model: keras.Model, path: pathlib.Path) -> None:
             runtime.where(),
             f"model {model.name!r} to be built, to restore {path}",
             "a model that is not built",
-            "Build the model before fit: model.build(input_shape), or call it on a batch.",
+            "Build the model before fit: call it on a batch.",
         )
 
 

@@ -15,7 +15,7 @@ import keras
 
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
-from keras_dist._compat.keras.models import is_built
+from keras_dist._compat.keras.models import has_weights
 from keras_dist.runtime.process_sets import ProcessSet
 
 # Attribute of a model: its innermost session. Of a list of callbacks: that of its fit.
@@ -141,8 +141,7 @@ class FitSession:
     @property
     def is_built(self) -> bool:
         """Whether the model has its weights, also one that trains its layers without a `call`."""
-        layers = self.model.layers if isinstance(self.model, keras.Model) else []
-        return is_built(self.model) or (bool(layers) and all(each.built for each in layers))
+        return has_weights(self.model)
 
     def begin_step(self, *arguments: Any) -> tuple[Any, ...]:
         """Does what waits for the model of a loop to be built, or for the arguments of a step."""

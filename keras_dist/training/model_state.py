@@ -59,12 +59,6 @@ def rounds_of(optimizer: Any) -> Any:
     return None if reduction is None else reduction.rounds
 
 
-def has_weights(model: keras.Model) -> bool:
-    """Returns whether the weights of a model exist, also of one that only has built layers."""
-    layers = [layer for layer in models.layers_of(model) if layer is not model]
-    return models.is_built(model) or (bool(layers) and all(layer.built for layer in layers))
-
-
 def state(model: keras.Model) -> list[Any]:
     """Returns the variables that must be equal on all ranks, each once."""
     variables = list(model.weights)

@@ -11,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_dist._compat.contract import Owner
-from keras_dist._compat.keras.callbacks import is_part_of_keras
+from keras_dist._compat.keras.loss_functions import is_of_whole_batch, shapes_tell
 from keras_dist._compat.keras.models import layers_of, outputs_of
 
 
@@ -202,45 +202,10 @@ def _measured(
     if reduction in (None, "none", "sum"):
         return Measured(value, reduction or "none", 1.0, True, True)
     number, is_count = _denominator(values, weights, mask, reduction, y_pred)
-    is_count = is_count and _shapes_tell(loss, values, y_true, y_pred)
+    is_count = is_count and shapes_tell(loss, values, y_true, y_pred)
     is_of_rows = is_count and _is_of_rows(values, outputs)
-    name = loss.name if calls and _is_of_whole_batch(loss, values) else ""
+    name = loss.name if calls and is_of_whole_batch(loss, values) else ""
     return Measured(value, "mean", number, is_count, is_of_rows, name)
-
-
-def _is_of_keras(loss: Any) -> bool:
-    """Returns whether Keras alone computes a loss."""
-    call = type(loss).call
-    return all(map(is_part_of_keras, (type(loss).__call__, call, vars(loss).get("fn", call))))
-
-
-def _is_of_whole_batch(loss: Any, values: Any) -> bool:
-    """Returns whether a loss of Keras compares samples with each other."""
-    function, is_number = vars(loss).get("fn"), not len(getattr(values, "shape", ()))
-    # A function of the user may have no hash.
-    always = next((always for known, always in WHOLE if known is function), None)
-    return always is not None and (is_number or always)
-
-
-def _shapes_tell(loss: Any, values: Any, y_true: Any, y_pred: Any) -> bool:
-    """Returns whether the number of elements of a loss is the same for all batches of a shape.
-
-    A loss of the user may leave elements out by what they are, as `y_pred[y_true > 0]` does.
-    """
-    backend = keras.config.backend()
-    if backend == "jax" or not len(getattr(values, "shape", ())):
-        return True
-    if _is_of_keras(loss):
-        return True
-    if backend == "torch":
-        return False
-    from keras_dist._compat.tensorflow import has_known_shape
-
-    def unreduced(*arguments: Any) -> Any:
-        convert = functools.partial(ops.convert_to_tensor, dtype=loss.dtype)
-        return loss.call(*(keras.tree.map_structure(convert, each) for each in arguments))
-
-    return has_known_shape(unreduced, y_true, y_pred)
 
 
 def _is_of_rows(values: Any, outputs: Sequence[Any]) -> bool:
@@ -330,9 +295,6 @@ def _module() -> Any:
     return importlib.import_module(LOSS_MODULE)
 
 
-# Losses over a batch as a whole: if they return one number, or in any case.
-OVER_BATCHES = {"dice": False, "tversky": False, "circle": True}
-WHOLE = [(getattr(keras.losses, name), always) for name, always in OVER_BATCHES.items()]
 LOSS_MODULE = "keras.src.losses.loss"
 LOSSES = Owner(LOSS_MODULE)
 COMPILED = "keras.src.trainers.compile_utils"

@@ -31,6 +31,12 @@ def is_built(model: Any) -> bool:
     return not is_marked or all(layer.built for layer in layers_of(model))
 
 
+def has_weights(model: Any) -> bool:
+    """Returns whether the weights of a model exist, also of one that only has built layers."""
+    layers = [layer for layer in layers_of(model) if layer is not model]
+    return is_built(model) or (bool(layers) and all(layer.built for layer in layers))
+
+
 def is_trainer(layer: Any) -> bool:
     """Returns whether a layer has `fit`: a model, or another class with Keras' trainer in it."""
     return hasattr(layer, "make_train_function")

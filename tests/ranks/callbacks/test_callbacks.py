@@ -151,7 +151,7 @@ def test_a_step_of_the_users_that_builds_the_model_of_a_loop_is_refused():
     callbacks.on_epoch_begin(0)
     callbacks.on_train_batch_begin(0)
     model(make_data(4)[0])
-    with pytest.raises(errors.UsageError, match=r"Call model\.build"):
+    with pytest.raises(errors.UsageError, match=r"Call the model on a batch"):
         callbacks.on_train_batch_end(0)
 
 
