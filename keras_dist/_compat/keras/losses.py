@@ -4,7 +4,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import keras
@@ -13,6 +13,7 @@ from keras import ops
 from keras_dist._compat.contract import Owner
 from keras_dist._compat.keras.loss_functions import is_of_whole_batch, shapes_tell
 from keras_dist._compat.keras.models import layers_of, outputs_of
+from keras_dist._compat.keras.versions import uses
 
 
 class Measured(NamedTuple):
@@ -133,13 +134,29 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
     """
     _watch()
     losses = _Losses(model, replace)
-    compute_loss = functools.partial(losses.compute, model.compute_loss)
+    methods = {"compute_loss": functools.partial(losses.compute, model.compute_loss)}
+    if uses("jax"):
+        methods["stateless_call"] = functools.partial(called_anew, model, model.stateless_call)
     _stacks.within.append(losses)
     try:
-        with _replaced(model, "compute_loss", compute_loss):
+        with ExitStack() as stack:
+            for name, method in methods.items():
+                stack.enter_context(_replaced(model, name, method))
             yield
     finally:
         _stacks.within.pop()
+
+
+def called_anew(model: Any, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Calls a model on JAX after its layers have forgotten the losses of earlier calls.
+
+    Keras 3.15 knows the losses of a layer by their `id`, and a layer drops those of its last call
+    when it is called. If Python has given one of these to the new loss of a layer before it, that
+    loss is dropped as well, and the compiled step lacks it.
+    """
+    for layer in layers_of(model):
+        layer._loss_ids.clear()
+    return call(*arguments, **named)
 
 
 @contextmanager
@@ -310,4 +327,10 @@ CONTRACT = (
     Owner(f"{COMPILED}:CompileLoss").attribute("_flat_losses", WEIGHING, INEXACT),
     Owner("keras:Model").attribute("_compile_loss", WEIGHING, INEXACT),
     Owner(f"{COMPILED}:CompileLoss").attribute("_metrics", WEIGHING, INEXACT),
+    Owner("keras:layers.Layer").attribute(
+        "_loss_ids",
+        "to tell the losses of a step from those of an earlier one",
+        "a compiled step might lack the loss of a layer",
+        applies=lambda: uses("jax"),
+    ),
 )

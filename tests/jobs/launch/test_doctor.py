@@ -35,6 +35,18 @@ def test_doctor_finds_what_runs_here(capsys, monkeypatch):
     assert {"Cores", "GPUs", "Threads", "CUDA-aware", "Network", "Shared memory"} <= set(told)
 
 
+def test_doctor_tells_that_each_rank_compiles_the_packages(monkeypatch, tmp_path):
+    def remedy():
+        return {each.what: each.remedy for each in doctor.of_the_packages()}["Backends"]
+
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert remedy() == ""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert "python -m compileall -q -j 0 /" in remedy()
+
+
 def test_doctor_says_what_is_missing(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     smi = tmp_path / "nvidia-smi"

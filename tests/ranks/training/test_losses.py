@@ -1,6 +1,7 @@
 """Losses whose denominators differ between ranks: weights and logs are those of one process."""
 
 import dataclasses
+import functools
 import threading
 
 import keras
@@ -10,6 +11,7 @@ from small_training import agreed, assert_close, weights_of
 
 import keras_dist
 from keras_dist import errors
+from keras_dist._compat.keras.losses import called_anew
 from keras_dist.training import global_losses
 
 pytestmark = pytest.mark.jobs("training", "jax-2")
@@ -95,6 +97,8 @@ def trained(make, optimizer, batches, callbacks=None):
     keras.utils.set_random_seed(1)
     model, compiled = make()
     model.compile(optimizer, **compiled)
+    if backend == "jax" and not callbacks:  # findings/keras_jax_lost_losses.sh
+        model.stateless_call = functools.partial(called_anew, model, model.stateless_call)
 
     def generate():
         yield from batches
@@ -299,6 +303,27 @@ def test_an_infinite_loss_is_infinite_on_all_ranks():
     y = np.full((len(x), 1), np.inf if keras_dist.rank() == 0 else 1.0, "float32")
     assert model.train_on_batch(x, y) == np.inf
     assert np.all(np.isfinite(weights_of(model)[0]))
+
+
+class Asks(keras.layers.Layer):
+    """Notes what another layer remembers of the losses of earlier steps."""
+
+    def call(self, inputs):
+        self.found.append(set(self.other[0]._loss_ids))
+        return inputs
+
+
+def test_a_step_forgets_the_losses_of_earlier_steps():
+    # findings/keras_jax_lost_losses.sh
+    asks, penalty = Asks(), MeanPenalty()
+    asks.found, asks.other = [], (penalty,)
+    model = keras.Sequential([keras.Input((TOKENS,)), asks, penalty, keras.layers.Dense(1)])
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, loss="mse", run_eagerly=backend == "tensorflow")
+    for rows in (2, 3, 4):
+        x = np.ones((rows, TOKENS), "float32")
+        model.train_on_batch(x, x[:, :1])
+        assert asks.found and not any(asks.found)
 
 
 class Unreduced(keras.losses.Loss):
