@@ -31,11 +31,12 @@ STYLES = {
 
 
 def main():
-    made = parser(__doc__, quick="one round, and fewer epochs")
+    made = parser(__doc__, quick="one round, with fewer images and epochs")
     made.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
     options = options_of(made, work)
     before, ranks = load(), max(2, len(os.sched_getaffinity(0)))
-    task = {"epochs": 3 if options.quick else EPOCHS}
+    epochs, images = (2, 2 * BATCH) if options.quick else (EPOCHS, IMAGES)
+    task = {"epochs": epochs, "images": images}
 
     def job(backend):
         return lambda count: start(__file__, count, task, KERAS_BACKEND=backend)
@@ -63,8 +64,11 @@ def work(path):
     import keras_dist
 
     keras_dist.init()
+    task = json.loads(Path(path).read_text())
     size = BATCH // keras_dist.size()
-    data = keras_dist.data.shard(digits(), batch_size=size, shuffle="global")  # for any ranks
+    data = keras_dist.data.shard(
+        digits(task["images"]), batch_size=size, shuffle="global"
+    )  # for any ranks
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(RATE))
     model = MODELS["cnn"].compiled(optimizer)
     seconds = []
@@ -77,20 +81,19 @@ def work(path):
             seconds.append(time.perf_counter() - self.begin)
 
     callbacks = keras_dist.callbacks(Clock())
-    epochs = json.loads(Path(path).read_text())["epochs"]
-    losses = model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks).history["loss"]
+    losses = model.fit(data, epochs=task["epochs"], verbose=0, callbacks=callbacks).history["loss"]
     if keras_dist.rank() == 0:
-        rate = IMAGES / statistics.median(seconds[1:])  # the first epoch compiles
+        rate = task["images"] / statistics.median(seconds[1:])  # the first epoch compiles
         answer(path, {"rate": rate, "losses": losses})
 
 
-def digits():
-    """Returns images of 28 x 28 with their digits."""
+def digits(count):
+    """Returns some images of 28 x 28 with their digits."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
-    images = np.kron(found.images[:IMAGES] / 16, np.ones((1, 3, 3)))
-    return np.pad(images, [(0, 0), (2, 2), (2, 2)]).astype("float32"), found.target[:IMAGES]
+    images = np.kron(found.images[:count] / 16, np.ones((1, 3, 3)))
+    return np.pad(images, [(0, 0), (2, 2), (2, 2)]).astype("float32"), found.target[:count]
 
 
 # --- what came out ---------------------------------------------------------------------------

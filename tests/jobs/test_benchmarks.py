@@ -73,7 +73,7 @@ def measured(script, *options):
         ),
         pytest.param(
             "fit_hosts.py",
-            "--quick --models cnn --backends torch --gbit 0",
+            "--quick --models mlp --backends torch --gbit 0",
             [r"torch( +\| +\d+ \(\d\.\d\d\))+.*"],
             3,
             id="fit_hosts",
