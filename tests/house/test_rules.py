@@ -73,7 +73,7 @@ LIBRARIES = {
     "metrics": ("keras", ""),
     "optimizers": ("keras", ""),
     "callbacks": ("keras numpy", "tensorflow"),
-    "elastic": ("numpy", "torch"),
+    "elastic": ("numpy", "keras torch"),
     "elastic.commit_callbacks": ("keras", ""),
     "elastic.torch_": ("torch", ""),
     "tensorflow": ("tensorflow keras numpy", ""),
