@@ -88,7 +88,6 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
             self.session.before_first_step(FirstStep.BROADCAST, self._build_and_broadcast)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Records the epoch for error messages."""
         _engine.progress.begin_epoch(epoch)
 
     def _broadcast(self) -> None:

@@ -69,11 +69,9 @@ class LearningRateScheduleCallback(SessionCallback):
         self._rate_of_velocity = 0.0  # the last rate other than 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that a backup keeps."""
         return {"rate_of_velocity": self._rate_of_velocity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state that `state_dict` returned."""
         self._rate_of_velocity = state["rate_of_velocity"]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

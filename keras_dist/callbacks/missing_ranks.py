@@ -237,7 +237,6 @@ class GoOnWithoutLostRanks(SessionCallback):
             self._bar.on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Prints the epoch if this rank has become the root."""
         if self._bar is not None:
             self._bar.on_epoch_end(epoch, logs)
 

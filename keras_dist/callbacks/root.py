@@ -105,14 +105,12 @@ class RootOnly(SessionCallback):
                 setattr(self, hook, functools.partial(self._act, hook))
 
     def set_model(self, model: keras.Model) -> None:
-        """Passes the model to the callback, on the root."""
         super().set_model(model)
         if runtime.rank() == self.root_rank:
             self._has_begun = True
             self.callback.set_model(model)
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Passes the parameters to the callback, on the root."""
         super().set_params(params)
         if runtime.rank() == self.root_rank:
             self.callback.set_params(params)

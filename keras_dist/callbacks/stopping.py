@@ -83,7 +83,6 @@ class AgreeOnStoppingCallback(SessionCallback):
         self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Agrees on whether this epoch is the last."""
         self._agree()
 
     def _agree_at_batch(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -183,7 +182,6 @@ class PreemptionCallback(SessionCallback):
         self.session.transform_logs(Logs.LEAVE, self._leave_if_asked)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Exchanges signals with the other ranks."""
         if self._acts:
             self._ask()
 

@@ -59,7 +59,6 @@ class Throughput(SessionCallback):
         self._last: tuple[str, float] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the clock."""
         self._steps, self._awaits_first, self._resumed = 0, True, [0.0, 0]
         self._began = _clocks()
 
@@ -86,7 +85,6 @@ class Throughput(SessionCallback):
         logs["waiting"] = min(waited / seconds, 1.0)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops the clock before validation."""
         self._stop()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -227,7 +225,6 @@ class WriteScalars(SessionCallback):
             self._thread.start()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Writes once more."""
         if self._thread is not None:
             self._ends.set()
             self._thread.join()

@@ -35,12 +35,10 @@ class AverageStatisticsCallback(SessionCallback):
     agrees_on = VALIDATION
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Averages before validation."""
         if self.model.built:
             average_statistics(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages before callbacks save the model."""
         average_statistics(self.model)
 
 
@@ -86,12 +84,10 @@ class VerifyReplicas(SessionCallback):
         self.root_rank = root_rank
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Checks every `every` epochs."""
         if self.every is not None and (epoch + 1) % self.every == 0:
             self._verify(WRITING)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks the final replicas."""
         if are_replicas(self.model):
             self._verify(ENDING)
 

@@ -128,7 +128,6 @@ class SampleSource(IndexedSource):
         super().__init__(total, example, take, facts, options, batch_size, of)
 
     def part(self, held: Sequence[int | None]) -> Any:
-        """Returns this rank's batches, with the worker settings of a `PyDataset`."""
         return for_keras(self.batches, settings=self._settings)
 
 

@@ -27,12 +27,7 @@ WINDOWS = 64  # smallest number of windows of a data set, for a sufficient shuff
 
 
 def block_length(total: int, row_nbytes: int, batch_size: int, align: int, nbytes: int) -> int:
-    """Returns the default number of rows of a block.
-
-    Args:
-        row_nbytes: size of a row in bytes.
-        nbytes: largest size of a block in bytes, unless `batch_size` or `align` need more.
-    """
+    """Returns the default rows of a block: at most `nbytes`, but a batch, and a whole `align`."""
     rows = max(batch_size, min(nbytes // max(1, row_nbytes), total // WINDOWS))
     return -(-rows // align) * align
 
@@ -151,10 +146,7 @@ class GlobalBlockShard(BlockShard):
         return (min((position + 1) * self.plan.size, self.total) - 1) // self.block
 
     def positions(self, step: int) -> list[tuple[int, np.ndarray]]:
-        """Returns the windows of a step, with the positions of the rows of this rank.
-
-        The windows are the same on all ranks; a rank may have no rows in some of them.
-        """
+        """Returns a step's windows, the same on all ranks, with positions of rows of this rank."""
         start, stop = self.plan.bounds(step)
         mine = self.plan.rank + self.plan.size * np.arange(start, stop)
         # Rows that are repeated for equal batch sizes are the last row.
@@ -166,13 +158,7 @@ class GlobalBlockShard(BlockShard):
 
 
 class BlockBatches(Batches):
-    """The batches of a rank of rows of files, read in windows.
-
-    Keeps the current window and the next one in memory.
-
-    Args:
-        share_of: returns the shard of this rank from its plan and the epoch.
-    """
+    """The batches of a rank of rows of files, with this window and the next one in memory."""
 
     def __init__(
         self,
@@ -195,7 +181,6 @@ class BlockBatches(Batches):
         weakref.finalize(self, reader.close)
 
     def batch(self, epoch: int, step: int) -> Any:
-        """Returns arrays with the rows of a step, in the structure of the data."""
         with self._lock:
             if epoch not in self._shares:
                 self._shares = {epoch: self._share_of(self.plan, epoch)}

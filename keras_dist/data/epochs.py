@@ -23,11 +23,7 @@ from keras_dist.runtime.running_calls import OfCall
 
 
 class Epochs:
-    """The number of the current epoch of a data set.
-
-    Args:
-        data: `indexed.Batches` that can be distributed again after ranks have died.
-    """
+    """The current epoch of a data set; `data` can be distributed again after ranks have died."""
 
     def __init__(self, kind: str, global_batch: int | None = None, data: Any = None):
         self.kind = kind
@@ -97,11 +93,7 @@ def is_sharded(data: Any) -> bool:
 def training_on(
     arguments: Mapping[str, Any], everywhere: bool, equal_batches: bool
 ) -> Iterator[None]:
-    """Records which data a fit trains on, while it runs.
-
-    Args:
-        equal_batches: whether the batches of all ranks have equal shapes in each step.
-    """
+    """Records the data of a fit while it runs, and whether its batches are equal on all ranks."""
     with _fits.during(_Fit(arguments, everywhere, equal_batches, awaits_steps=True)):
         yield
 

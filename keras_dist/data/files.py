@@ -29,11 +29,7 @@ NAMED = 5  # files that a message names
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The contents of a file.
-
-    Args:
-        layout: name, dtype and row shape of each array; equal for all files.
-    """
+    """The contents of a file; `layout` has name, dtype and row shape of arrays, as in all files."""
 
     lengths: tuple[int, ...]
     layout: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -73,10 +69,7 @@ class FileIndex:
         self.held: Any = found, missing
 
     def found(self, held: Sequence[Any]) -> list[dict[int, Found]]:
-        """Returns the contents of the readable files by file number, given `held` of all ranks.
-
-        The list has one entry for all ranks; with `own`, one entry for each rank.
-        """
+        """Returns the contents of readable files by number: once, or with `own` for each rank."""
         by_rank = self._merged(held)
         everything = [each for found in by_rank for each in found.values()]
         bad = [each for each in everything if isinstance(each, str)]

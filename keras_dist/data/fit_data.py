@@ -15,13 +15,7 @@ UNKNOWN = -2  # the cardinality of a `tf.data.Dataset`
 
 
 def shapes_of_batches(arguments: Mapping[str, Any]) -> Hashable | None:
-    """Returns what determines the shapes of all batches of a fit on this rank.
-
-    If it is equal on all ranks, the ranks have batches of equal shapes in each step.
-
-    Returns:
-        A hashable description; `None` if the shapes are not known before the batches are made.
-    """
+    """Returns what determines the shapes of all batches of this rank; `None` if not known yet."""
     data, count = arguments["x"], None
     sharded = epochs.of(data)
     if sharded is not None and sharded.shapes is not None:

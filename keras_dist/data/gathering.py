@@ -78,13 +78,7 @@ def gather(
 def in_order(
     rows: list[np.ndarray], order: np.ndarray, root_only: bool, process_set: ProcessSet | None
 ) -> list[np.ndarray] | None:
-    """Returns the rows of all ranks, in an order.
-
-    Collective: every rank; dtypes and all dimensions but the first must agree; blocks.
-
-    Returns:
-        New arrays. With `root_only`, `None` on the other ranks.
-    """
+    """Returns the rows of all ranks in an order: new arrays. Collective; `root_only`: on rank 0."""
     if not root_only:
         return [whole[order] for whole in ops.grouped_allgather(rows, process_set=process_set)]
     comm, found = runtime.communicator(process_set), []

@@ -58,16 +58,7 @@ class IndexedSource:
 
 
 class Batches:
-    """The batches of a rank in any epoch.
-
-    Args:
-        example: arrays in the structure of a batch, with its dtypes and shapes except the first
-            axis; `None` if batches may differ in them.
-        plan: number and sizes of the batches of an epoch.
-        kind: name of the data in `epochs`.
-        global_batch: samples of all ranks in a step, if the order does not depend on the ranks.
-        plan_for: makes the plan after ranks have died, if the data can be distributed again.
-    """
+    """The batches of a rank in any epoch, like `example`; `None`: shapes and dtypes may differ."""
 
     def __init__(
         self,
@@ -108,12 +99,7 @@ class Batches:
 
 
 class IndexedBatches(Batches):
-    """The batches of a rank of samples with indices. Keeps no copy of the samples.
-
-    Args:
-        take: returns new arrays with the samples at indices; `None` if a loader of torch reads.
-        order: returns the indices of the samples of an epoch in order, from plan and epoch.
-    """
+    """Batches of samples, which `take` makes of indices; `None`: a loader of torch reads."""
 
     def __init__(
         self,
@@ -130,7 +116,6 @@ class IndexedBatches(Batches):
         self._known_epoch, self._order = 0, order(plan, 0)
 
     def batch(self, epoch: int, step: int) -> Any:
-        """Returns new arrays with the samples of a step, in the structure of the data."""
         return self._take(self.indices(epoch, step))
 
     def indices(self, epoch: int, step: int) -> np.ndarray:

@@ -52,11 +52,7 @@ class Plan:
         return dataclasses.replace(self, steps=steps, count=steps * self.batch_size)
 
     def order(self, seed: int | None, epoch: int) -> np.ndarray:
-        """Returns the indices of the samples of an epoch, in order.
-
-        Returns:
-            int64 array of shape `(count,)`.
-        """
+        """Returns the indices of the samples of an epoch in order: int64 of shape `(count,)`."""
         positions = np.arange(max(self.held, self.count)) % self.held
         if seed is not None:
             positions = np.random.default_rng([seed, self.rank, epoch]).permutation(positions)
@@ -85,17 +81,13 @@ class EvenPlan(Plan):
     """A plan whose batches differ by at most one sample; `batch_size` is not used."""
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Returns the first position and the end of batch `step` in the order of an epoch."""
         return step * self.count // self.steps, (step + 1) * self.count // self.steps
 
 
 def plan_after_change(
     plan: Plan, total: int, size: int, rank: int, remainder: Remainder
 ) -> EvenPlan:
-    """Returns the plan of a rank after others have died.
-
-    The number of steps and the global batch stay the same.
-    """
+    """Returns the plan after ranks have died: number of steps and global batch stay the same."""
     now = plan_samples(total, size, rank, plan.batch_size, remainder)
     limit = plan.steps * plan.batch_size * plan.size // size  # an epoch may have been limited
     count = min(now.count, limit) if plan.count < plan.held else now.count
@@ -122,11 +114,7 @@ class EpochOrder:
         return self.way in ("rank", "draw")
 
     def of(self, plan: Plan, epoch: int) -> np.ndarray:
-        """Returns the indices of the samples of a rank in an epoch, in order.
-
-        Returns:
-            int64 array of shape `(plan.count,)`.
-        """
+        """Returns a rank's indices of samples in an epoch, in order: int64 `(plan.count,)`."""
         if self.way == "draw":
             # The stream of SeedSequence.spawn, without spawning the streams before it.
             stream = np.random.SeedSequence(self.seed, spawn_key=(plan.rank, epoch))
@@ -170,11 +158,7 @@ class Spread:
 def plan_spread(
     counts: Sequence[int], rank: int, batch_size: int, remainder: Remainder
 ) -> Spread | None:
-    """Returns the batches of a rank from the numbers of elements of all ranks.
-
-    Returns:
-        The plan, or `None` if a rank has fewer elements than steps.
-    """
+    """Returns the batches of a rank of files; `None` if a rank has fewer elements than steps."""
     fewest, most = min(counts), max(counts)
     if fewest == 0:
         return None

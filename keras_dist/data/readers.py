@@ -29,11 +29,7 @@ LOCKING = (
 
 @dataclasses.dataclass(frozen=True)
 class RowSegment:
-    """The rows of one data set in one file.
-
-    Args:
-        shape: shape of a row.
-    """
+    """The rows of one data set in one file; `shape` is that of a row."""
 
     path: str
     name: str | None
@@ -50,11 +46,7 @@ class RowSegment:
 
 
 class Column:
-    """The concatenated rows of one data set in all files.
-
-    Args:
-        segments: at least one segment; all have the same dtype and row shape.
-    """
+    """The rows of one data set in all files: segments, at least one, of one dtype and row shape."""
 
     def __init__(self, segments: Sequence[RowSegment]):
         self.segments = tuple(segments)
@@ -217,9 +209,6 @@ class FileReader:
     """Reads rows from files, in this process or in a fork of it.
 
     Contiguous rows are read without HDF5, which serves one thread at a time.
-
-    Args:
-        open_flat: opens a file for access to its bytes, as `_SystemFile`. Defaults to that.
     """
 
     def __init__(self, columns: Sequence[Column], open_flat: Callable[[str], Any] | None = None):
@@ -234,11 +223,7 @@ class FileReader:
         self._files: dict[tuple[str, bool], Any] | None = {}
 
     def read(self, ranges: Pieces) -> list[np.ndarray]:
-        """Returns the rows of each column: new arrays of shape `(rows, ...)`.
-
-        Args:
-            ranges: int64 array of shape `(count, 2)`, begin and end of each range.
-        """
+        """Returns the rows of each column in ranges, int64 `(count, 2)`: new arrays."""
         if os.getpid() != self._pid:
             # The open files belong to the parent: HDF5 and MPI cannot share them with a fork.
             self._reset(_SystemFile)

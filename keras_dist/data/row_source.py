@@ -131,10 +131,7 @@ class RowSource:
             return str(failure)
 
     def part(self, held: Sequence[Any]) -> Any:
-        """Returns this rank's batches, given `held` of all ranks; `None` on ranks without access.
-
-        Collective: every rank.
-        """
+        """Returns this rank's batches, from `held` of the ranks with access. Collective: all."""
         options = self._options
         columns = self._columns(held)
         total = columns[0].shape[0]

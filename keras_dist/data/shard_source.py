@@ -51,11 +51,7 @@ class ShardFiles(Protocol):
 
 
 class ShardSource(FileIndex):
-    """Files of one format, sharded by rows.
-
-    Args:
-        mixed: number of shards that are shuffled together.
-    """
+    """Files of one format, sharded by rows; `mixed` shards are shuffled together."""
 
     def __init__(
         self,
@@ -133,8 +129,6 @@ class ShardOrder:
     With fewer shards than ranks, row i belongs to rank `i % size`.
 
     Args:
-        lengths: int64 array of shape `(shards,)`, the number of rows of each shard.
-        mixed: number of shards that are shuffled together.
         key: seeds of the order; `None` keeps the order of the files.
         turns: the positions in this order that the rank takes.
     """
@@ -158,11 +152,7 @@ class ShardOrder:
         self._mixed, self._key, self._turns = mixed, key, turns
 
     def of(self, plan: Plan | Spread, epoch: int) -> np.ndarray:
-        """Returns the numbers of the rows of an epoch, in order.
-
-        Returns:
-            int64 array of shape `(plan.count,)`.
-        """
+        """Returns the numbers of the rows of an epoch, in order: int64 of shape `(plan.count,)`."""
         shards = np.arange(len(self.counts))
         if self._key is None:
             rows = self._rows(shards)

@@ -78,10 +78,6 @@ class StreamDataset(InOrder):
 
     Keras requests batches before an epoch begins, to infer their shapes. They are kept, and
     returned again within the epoch.
-
-    Args:
-        batch_size: number of elements of a batch; `None` if elements are batches.
-        iterate: returns the elements, of an epoch unless the stream is read once.
     """
 
     def __init__(

@@ -24,11 +24,7 @@ Decode = Callable[[dict[str, bytes]], Any]
 
 
 class Sample(NamedTuple):
-    """The location of a sample in a tar file.
-
-    Args:
-        members: field, offset and size of each member, in bytes.
-    """
+    """A sample in a tar file, with field, offset and size in bytes of each member."""
 
     key: str
     members: tuple[tuple[str, int, int], ...]

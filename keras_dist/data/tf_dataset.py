@@ -118,10 +118,7 @@ class FileSource:
 
 
 def count_elements(dataset: tf.data.Dataset) -> int:
-    """Returns the number of elements; reads all of them if it is unknown.
-
-    Negative if the pipeline is infinite.
-    """
+    """Returns the number of elements, negative if infinite; reads all of them if it is unknown."""
     known = int(dataset.cardinality())
     if known == tf.data.UNKNOWN_CARDINALITY:
         return int(counted(dataset))

@@ -29,18 +29,15 @@ class CommitStateCallback(SessionCallback):
         self._left = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Resets the count of batches."""
         self._left = self._every
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Commits if enough batches have ended."""
         self._left -= 1
         if self._left == 0:
             self._left = self._every
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Commits the state."""
         self._commit()
 
     def _commit(self) -> None:
@@ -65,11 +62,9 @@ class UpdateBatchStateCallback(SessionCallback):
         self._state = state
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the batch."""
         self._state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the batch to 0."""
         self._state.batch = 0
 
 
@@ -89,7 +84,6 @@ class UpdateEpochStateCallback(SessionCallback):
         self._offset: int | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Resets the offset of the epochs."""
         self._offset = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -98,5 +92,4 @@ class UpdateEpochStateCallback(SessionCallback):
             self._offset = self._state.epoch - epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the epoch."""
         self._state.epoch = (self._offset or 0) + epoch + 1

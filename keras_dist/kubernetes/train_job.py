@@ -46,7 +46,6 @@ class ProgressCallback(SessionCallback):
         self._has_failed = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Starts to measure time."""
         self._began, self._next_post = time.monotonic(), 0.0
         self._first: int | None = None
         self._last_logs: dict[str, Any] = {}

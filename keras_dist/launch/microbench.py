@@ -21,10 +21,7 @@ MAX_CALLS, MIN_SAMPLES, MAX_SAMPLES = 200, 5, 15
 
 
 def main() -> None:
-    """Measures on every rank.
-
-    The command line holds a prefix for the line of JSON, and sizes in bytes.
-    """
+    """Measures on every rank; words are a prefix for the line of JSON, and sizes in bytes."""
     from mpi4py import MPI
 
     mark, *sizes = sys.argv[1:]

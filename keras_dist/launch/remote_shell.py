@@ -61,11 +61,7 @@ def _alive_options(limit: int) -> list[str]:
 
 
 class Connections:
-    """The connections of one job.
-
-    Args:
-        limit: seconds after which a host that does not answer is lost; 0: never.
-    """
+    """The connections of one job. A host is lost after `limit` seconds of silence; 0: never."""
 
     def __init__(self, notes: Path | None = None, limit: int = 0, agent: str = ""):
         self._notes, self._limit = notes, limit

@@ -33,27 +33,14 @@ BARE_AVERAGE = "`average=` was replaced by `op=Average` or `op=Sum`"
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Note:
-    """A remark on a line that the user has to change.
-
-    Args:
-        line: line number, from 1.
-        text: the remark.
-    """
+    """A remark on a line, numbered from 1, that the user has to change."""
 
     line: int
     text: str
 
 
 def rewrite(source: str, name: str) -> tuple[str, Sequence[Note]]:
-    """Returns the script for keras_dist, and the remarks for the user.
-
-    Args:
-        source: text of the script.
-        name: its name in messages.
-
-    Raises:
-        ArgumentError: the source is not valid Python.
-    """
+    """Returns a script rewritten for keras_dist, and remarks; `name` is that in messages."""
     mark = MARK if source.startswith(MARK) else ""
     try:
         wrapper = MetadataWrapper(cst.parse_module(source.removeprefix(mark)))

@@ -23,10 +23,7 @@ class Gpu:
 
 
 def gpu_of(local_rank: int, bus_id: str = "") -> Gpu | None:
-    """Returns the GPU of a rank.
-
-    `None` without an NVIDIA GPU, without a driver, or without `nvidia-ml-py`.
-    """
+    """Returns the GPU of a rank; `None` without one of NVIDIA, its driver or `nvidia-ml-py`."""
     nvml = _library()
     if nvml is None:
         return None

@@ -39,12 +39,7 @@ _log = logging.getLogger("keras_dist")
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Answers each request in a thread of its own, up to a limit; further requests are closed.
-
-    Args:
-        address: host and port, or the path of a Unix socket.
-        token: the token that requests need; `None` at a Unix socket.
-    """
+    """Answers each request in a thread of its own, up to a limit; further requests are closed."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -87,7 +82,6 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answers a request in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -132,7 +126,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def version_string(self) -> str:
-        """Returns the name of the server, without a version."""
         return "HTTP"
 
     def log_message(self, format: str, *args: object) -> None:

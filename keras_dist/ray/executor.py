@@ -19,12 +19,7 @@ WHERE = "[keras_dist.ray.RayExecutor]"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of a `RayExecutor`.
-
-    Args:
-        timeout_s: seconds within which all ranks must join.
-        placement_group_timeout_s: seconds within which Ray must have the resources.
-    """
+    """Limits of a `RayExecutor`: seconds for all ranks to join, and for Ray to have resources."""
 
     timeout_s: float = 300.0
     placement_group_timeout_s: float = 100.0

@@ -129,11 +129,7 @@ def write_copy(
     blocks: Iterable[bytes | memoryview],
     previous: int | None = None,
 ) -> pathlib.Path:
-    """Writes a copy of a generation of one part; keeps the one before.
-
-    Args:
-        blocks: the bytes of its manifest, in one block, then those of its part.
-    """
+    """Writes a copy of a generation from blocks, its manifest first; keeps the one before."""
     number, blocks = number_of(pathlib.Path(name)), iter(blocks)
     with contextlib.suppress(FileExistsError):  # of a copy that did not arrive
         begin(directory, number)

@@ -42,10 +42,7 @@ class MemoryCopies:
         self._lost = ""  # names of copies that could not be brought to the root
 
     def find(self) -> Path | None:
-        """Returns, on the root, the path of the newest intact copy, fetched from another node.
-
-        Returns `None` on other ranks, and if there is no copy.
-        """
+        """Returns the newest intact copy on the root, fetched if elsewhere; else `None`."""
         self._name = self._on_root(self._choose_name) if self._wanted else ""
         if not self._name:
             return None
@@ -95,11 +92,7 @@ class MemoryCopies:
         return max(1 + self.number, time.time_ns()) if self._name else None
 
     def write(self, number: int, tensors: Sequence[Tensor], about: dict[str, Any]) -> Path | None:
-        """Writes a copy on the root's node and on the next one.
-
-        Returns:
-            The path of the root's copy, on the root; `None` on others and if it was not written.
-        """
+        """Writes a copy on the root's node and the next one; returns the root's, on the root."""
         if not self._name:
             return None
         self.number = number

@@ -25,11 +25,7 @@ LISTS: dict[str, Any] = {"list": list, "tuple": tuple}
 
 
 def pack(value: Any, arrays: list[np.ndarray]) -> Any:
-    """Converts a nested value to JSON and bytes.
-
-    Args:
-        arrays: list to which the bytes of each array are appended.
-    """
+    """Converts a nested value to JSON; appends the bytes of each array to `arrays`."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict):

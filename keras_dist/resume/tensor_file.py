@@ -36,11 +36,7 @@ HEADER = struct.Struct("<26x2H")  # of a member: the lengths of its name and of 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A flat array to be written.
-
-    Args:
-        data: its bytes, contiguous.
-    """
+    """A flat array to be written, and its bytes, contiguous."""
 
     name: str
     dtype: str

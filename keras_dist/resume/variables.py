@@ -227,10 +227,7 @@ def _restore(model: keras.Model, contents: Contents, is_root: bool, alone: bool)
 
 
 def fit_to(model: keras.Model, about: Mapping[str, Any], path: pathlib.Path) -> list[Any]:
-    """Builds the optimizers of a model as described and returns the described variables.
-
-    Optimizer variables that are not described get their initial values.
-    """
+    """Builds optimizers as described, returns described variables; others become initial."""
     _check_built(model, path)
     described = about.get("optimizers") or built_optimizers.describe(model)
     built_optimizers.build(model, described)

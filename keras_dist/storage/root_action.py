@@ -18,10 +18,7 @@ def on_root(
     expected: str,
     remedy: str,
 ) -> Value:
-    """Calls a function on the root and returns its result on every rank.
-
-    Collective: every rank; blocks until the root is done.
-    """
+    """Calls a function on the root, returns its result on all. Collective: every rank; blocks."""
     cause: Exception | None = None
     outcome: Any = None
     while outcome is None:  # a root that dies sends nothing, and another rank gets its number
@@ -44,10 +41,7 @@ def on_root(
 
 
 def on_all(work: Callable[[], Value], operation: str) -> list[Value]:
-    """Calls a function on every rank and returns the results of all, in rank order.
-
-    Collective: every rank; blocks.
-    """
+    """Calls a function on each rank; returns all results, in rank order. Collective; blocks."""
     mine: Any
     cause: Exception | None = None
     try:

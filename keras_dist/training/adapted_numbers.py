@@ -115,11 +115,7 @@ def _batches_of(layer: Any, data: Any) -> Iterator[np.ndarray]:
 def _axes(
     layer: Any, shapes: Sequence[tuple[int, ...] | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the axes that have moments of their own, and those that are reduced.
-
-    Args:
-        shapes: the shape of the first batch of each rank; `None` if it has no data.
-    """
+    """Returns the axes with moments of their own and the others, from shapes of ranks with data."""
     known = [shape for shape in shapes if shape is not None]
     if not known:
         return (), ()

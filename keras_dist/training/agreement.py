@@ -41,10 +41,7 @@ def within_set(process_set: ProcessSet | None, found: list[Any]) -> Iterator[Non
 
 
 def set_of(found: list[Any], model: Any) -> ProcessSet | None:
-    """Returns the process set of the callbacks of a call; without any, that of the loop around it.
-
-    `None`: they act on all ranks.
-    """
+    """Returns the process set of a call's callbacks, or of the loop around; `None`: all ranks."""
     sets = {id(each): each for member in found if (each := member.process_set) is not None}
     if not sets:
         loop = None if found else running_in(model)

@@ -24,12 +24,7 @@ OWN_SHARE = 0.5
 
 
 class Fragment:
-    """Some of the weights of one optimizer.
-
-    Args:
-        outer: the outer optimizer; `None` for plain averaging.
-        reduction: the `GradientReduction` of differences.
-    """
+    """Some of the weights of one optimizer; `outer` is `None` for plain averaging."""
 
     def __init__(self, outer: Any, reduction: Any):
         self.outer, self._reduction = outer, reduction
@@ -83,11 +78,7 @@ class Fragment:
             variable.assign(anchor)
 
     def end(self, share: float = 1.0) -> None:
-        """Ends a round: all ranks have equal weights afterwards. Collective; blocks.
-
-        Args:
-            share: factor of what this rank contributes to the average.
-        """
+        """Ends a round, to which this rank adds its `share`: all have equal weights. Collective."""
         differences = self._differences()
         if share != 1:
             differences = [each * share for each in differences]
@@ -114,11 +105,7 @@ class Fragment:
         return self.is_sent and taken >= self._arrives
 
     def receive(self, mixes: bool = True) -> None:
-        """Gives the weights the values that the ranks have in common. Blocks.
-
-        Args:
-            mixes: whether the weights keep a share of the values that this rank has now.
-        """
+        """Gives the weights the common values, mixed with those of now if it `mixes`. Blocks."""
         own = [_copy(variable) for variable in self.variables]
         anchors = [ops.convert_to_tensor(anchor) for anchor in self.anchors]
         shapes = [tuple(anchor.shape) for anchor in self.anchors]

@@ -57,10 +57,7 @@ class GradientReduction:
         return None if self.options.is_local else self._with_others(self.options.each_step)
 
     def replicas(self) -> _engine.Communicator | None:
-        """Returns the communicator of the ranks with equal weights, with local steps after a round.
-
-        `None` if this rank trains with no other.
-        """
+        """Returns the ranks with equal weights, after a round of local steps; `None` if alone."""
         return self._with_others(self.options.process_set)
 
     def _with_others(self, process_set: ProcessSet | None) -> _engine.Communicator | None:

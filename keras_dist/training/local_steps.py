@@ -118,10 +118,7 @@ class LocalSteps:
 
 
 def with_local_steps(options: ReductionOptions, value: Any) -> ReductionOptions:
-    """Returns options with `local_steps` of `DistributedOptimizer`.
-
-    Collective with `within="node"`: every rank of the job; blocks.
-    """
+    """Returns options with `local_steps`. Collective with `within="node"`: all ranks; blocks."""
     if value is None:
         return options
     if isinstance(value, dict):

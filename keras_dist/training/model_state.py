@@ -69,20 +69,14 @@ def state(model: keras.Model) -> list[Any]:
 
 
 def shared_state(model: keras.Model) -> list[Any]:
-    """Returns the state without slices, and without local variables and their slots.
-
-    Also without the state of optimizers that make local steps, see `state_of_steps`.
-    """
+    """Returns the state without slices, local variables with their slots, and `state_of_steps`."""
     excluded = _with_slots(optimizers_of(model), local_variables(model))
     excluded.update(id(variable) for variable in state_of_steps(model))
     return [v for v in state(model) if id(v) not in excluded and slice_of(v) is None]
 
 
 def state_of_steps(model: keras.Model) -> list[Any]:
-    """Returns the state of optimizers that make local steps, which differs between ranks.
-
-    Without learning rates, which all ranks set alike, and without averaged weights.
-    """
+    """Returns the state of local steps, without learning rates and averages, which are alike."""
     stepping = _stepping(model)
     found = {id(variable): variable for each in stepping for variable in each.variables}
     shared = [v for each in stepping for v in _shared_by_steps(each)]

@@ -13,13 +13,7 @@ from keras_dist.runtime.process_sets import ProcessSet
 def reduce_over_ranks(
     process_set: ProcessSet | None, tensor: Any, op: _engine.ReduceOp, name: str
 ) -> Any:
-    """Returns a tensor reduced over the ranks, inside a training step; sums are differentiable.
-
-    Collective: the ranks of the set, in the same order relative to other reductions.
-
-    Args:
-        tensor: the framework's tensor, at least 1-D, of the same shape on each rank.
-    """
+    """Reduces a tensor, 1-D or more, inside a step; sums are differentiable. Collective."""
 
     def reduce(array: np.ndarray) -> np.ndarray:
         return allreduce(runtime.communicator(process_set), [array], [name], op)[0]

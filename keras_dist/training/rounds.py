@@ -28,11 +28,7 @@ from keras_dist.training.rank_gradients import key_of
 
 
 class Rounds:
-    """The rounds of one optimizer.
-
-    Args:
-        reduction: the `GradientReduction` of differences.
-    """
+    """The rounds of one optimizer, with the `GradientReduction` of differences of weights."""
 
     def __init__(self, options: ReductionOptions, reduction: Any):
         self.options, self.reduction = options, reduction
@@ -91,11 +87,7 @@ class Rounds:
             fragment.plan(number * self._length // len(self.fragments))
 
     def build(self, optimizer: Any, statistics: Sequence[Any] = ()) -> None:
-        """Finds what the ranks average: the weights of an optimizer, and statistics.
-
-        Args:
-            statistics: moving statistics of the model, if it is known.
-        """
+        """Finds what ranks average: the weights of an optimizer, and statistics of its model."""
         members = [each for each in [optimizer, *optimizers_inside(optimizer)] if each.built]
         local = {key_of(variable) for variable in optimizer._keras_dist.local_variables()}
         shared = [each for each in trained_by(optimizer) if key_of(each) not in local]
@@ -157,10 +149,7 @@ class Rounds:
             self.is_entered = before
 
     def end_due(self) -> None:
-        """Ends rounds that have all of their steps, and takes averages that are due. Collective.
-
-        Blocks, unless averages may arrive later.
-        """
+        """Ends due rounds, takes due averages. Collective; blocks unless they may arrive later."""
         for fragment in self.fragments:
             if fragment.has_arrived(self.taken):
                 fragment.receive()

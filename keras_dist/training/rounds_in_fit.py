@@ -31,11 +31,7 @@ def end_rounds(model: Any) -> None:
 
 
 def count_steps(model: Any, is_made: bool) -> None:
-    """Makes rounds end after calls of the train function of a model, and with the steps of `fit`.
-
-    Args:
-        is_made: whether Keras has made a new train function.
-    """
+    """Makes rounds end between calls of a train function, new if `is_made`, and with `fit`."""
     if is_made:
         model.train_function = functools.partial(_step, model.train_function, model)
     session = running_in(model)

@@ -42,10 +42,7 @@ def number_of_ranks(options: argparse.Namespace, environment: Mapping[str, str])
 
 
 def ssh_of_job(options: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """Returns the path of the ssh by which mpiexec enters the hosts of options.
-
-    `None` where it may do so by other means than plain ssh.
-    """
+    """Returns the ssh by which mpiexec enters hosts; `None` where it may do so by other means."""
     names_hosts = (
         options.hosts or options.hostfile or getattr(options, "host_discovery_script", None)
     )

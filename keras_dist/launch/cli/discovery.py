@@ -31,10 +31,7 @@ Source = Callable[[float], tuple[Hosts, str | None]]
 
 
 def source_of(options: argparse.Namespace) -> tuple[str, Source] | None:
-    """Returns where hosts are read at each start: a name, and a function as `ask`.
-
-    A hostfile is read again if the number of ranks has limits.
-    """
+    """Returns the name of what names the hosts at each start, and a function to read it."""
     if (script := options.host_discovery_script) is not None:
         return shlex.join(script), functools.partial(ask, script)
     if options.hostfile is not None and (options.min_np or options.max_np):

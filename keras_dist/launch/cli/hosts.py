@@ -168,10 +168,7 @@ def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
 
 
 def ssh_of_mpiexec(environment: Mapping[str, str]) -> str | None:
-    """Returns the path of the ssh by which mpiexec enters hosts.
-
-    `None` without ssh, or where a variable selects another launcher of mpiexec.
-    """
+    """Returns the ssh by which mpiexec enters hosts; `None` without, or with another launcher."""
     if any(name.startswith(LAUNCHERS) for name in environment):
         return None
     return shutil.which("ssh", path=environment.get("PATH"))

@@ -80,10 +80,7 @@ class Standby:
     def take(
         self, command: Sequence[str], environment: Mapping[str, str]
     ) -> "subprocess.Popen[bytes] | None":
-        """Tells the processes to go; returns the start of the job that they are, or `None`.
-
-        They end if they cannot be used.
-        """
+        """Tells the processes to go, and returns them; ends them if they cannot be used."""
         with self._lock:
             start, self._next = self._next, None
         if self._running is not None:

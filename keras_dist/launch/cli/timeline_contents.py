@@ -18,14 +18,7 @@ UNITS = {"s": 1.0, "ms": 1e3}
 
 @dataclasses.dataclass
 class Periods:
-    """How ranks spent their time in periods of one kind.
-
-    Args:
-        of: heading of the names.
-        caption: sentence that says what the times are.
-        unit: unit of the times, a key of `UNITS`.
-        rows: name and time of each.
-    """
+    """How ranks spent their time in periods of a kind; `of` is the heading of their names."""
 
     of: str
     caption: str

@@ -38,12 +38,7 @@ class ProcessManager:
             self._changed.notify_all()
 
     def answer(self, command: dict[str, str]) -> str | None:
-        """Returns the answer to a command, without a newline; blocks in a barrier.
-
-        Returns:
-            `None` if the rank shall get no answer, because the command is unknown or the world
-            has ended.
-        """
+        """Returns the answer to a command, after a barrier; `None` if there shall be none."""
         match command.get("cmd"):
             case "init":
                 return "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"

@@ -23,11 +23,7 @@ def begin_recording(
     steps: tuple[int, int | None] | None = None,
     mbytes: float | None = None,
 ) -> None:
-    """Starts a timeline, after ending a previous one. Collective: every rank; blocks.
-
-    Args:
-        mbytes: approximate size of the trace in MB.
-    """
+    """Starts a timeline of about so many MB, after the previous. Collective: every rank; blocks."""
     end_recording(comm)
     settings = config.settings()
     first, end = steps or settings.timeline_steps
@@ -69,10 +65,7 @@ def begin_recording(
 
 
 def end_recording(comm: _engine.Communicator) -> None:
-    """Ends the current timeline and writes it. Collective: every rank; blocks.
-
-    A write error is a warning; the recordings stay.
-    """
+    """Ends the timeline and writes it; a failure is a warning. Collective: every rank; blocks."""
     if not _engine.tracing.is_recording():
         return
     offset, error = _engine.clock_offset(comm)

@@ -216,10 +216,7 @@ class RankEvents:
         return arguments
 
     def _aligner(self) -> Callable[[int], int]:
-        """Returns a function from times of this rank to times of the root.
-
-        The offset is interpolated between its two measurements, at the start and at the end.
-        """
+        """Returns a function to times of the root, interpolated between two measurements."""
         began, offset, _ = self.head["clock"]
         ended, later, _ = self._tail.get("clock", (began, offset, 0))
         if later == offset:
