@@ -72,7 +72,6 @@ class CallbackStates:
             )
 
     def give_all(self) -> dict[str, State]:
-        """Returns the states of Keras' callbacks by name."""
         return _states_of_keras(acting(self._every))
 
     def give(self) -> dict[str, State]:
@@ -189,7 +188,6 @@ def _calling(callback: Any, expected: str, remedy: str) -> Iterator[None]:
 
 
 def _state_of(callback: Any) -> Any:
-    """Returns the state of a user callback."""
     expected = (
         "state_dict() to return JSON values, NumPy arrays and tensors, in dicts, lists and tuples"
     )

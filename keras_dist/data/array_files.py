@@ -183,7 +183,6 @@ class NpzFiles:
         return Found(lengths.pop(), layout, self._names)
 
     def reader(self, locations: Sequence[Location], found: Found) -> Read:
-        """Returns the reader of the files."""
         return CachedShards(self._load, locations, found).read
 
     def _load(self, location: Location) -> dict[str, np.ndarray]:
@@ -243,7 +242,6 @@ class ParquetFiles:
         return name, dtype.str, shape
 
     def reader(self, locations: Sequence[Location], found: Found) -> Read:
-        """Returns the reader of the row groups."""
         dtypes = {name: dtype for name, dtype, _ in found.layout}
 
         def load(location: Location) -> dict[str, np.ndarray]:

@@ -74,7 +74,6 @@ class BlockShard:
         return self.total // (self.block * self.turn[1])
 
     def window_at(self, position: int) -> int:
-        """Returns the number of the window of a position."""
         return min(position // self.block, self.rounds)
 
     def pieces(self, window: int) -> Pieces:
@@ -227,7 +226,6 @@ class BlockBatches(Batches):
         return self._windows[epoch, window].result()
 
     def _start(self, share: BlockShard, window: int) -> concurrent.futures.Future:
-        """Starts to read a window."""
         future: concurrent.futures.Future = concurrent.futures.Future()
         read = self._reader.read
 

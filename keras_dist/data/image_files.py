@@ -163,7 +163,6 @@ class ImageFiles:
             return self._found  # one object for all images, which pickle sends once
 
     def reader(self, locations: Sequence[Location], found: Found) -> Read:
-        """Returns the function that decodes images."""
         decoder = Decoder(self._decode, lambda location: location.path, self._unreadable)
         return lambda shards, rows: decoder.batch([locations[each] for each in shards.tolist()])
 

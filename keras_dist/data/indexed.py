@@ -119,7 +119,6 @@ class IndexedBatches(Batches):
         return self._take(self.indices(epoch, step))
 
     def indices(self, epoch: int, step: int) -> np.ndarray:
-        """Returns the indices of the samples of a step."""
         with self._lock:
             if self._known_epoch != epoch:
                 self._known_epoch, self._order = epoch, self._order_of(self.plan, epoch)

@@ -220,7 +220,6 @@ class RowSource:
         return self._readers != list(range(self._options.size))
 
     def _reader(self, columns: Sequence[Column]) -> FileReader | ScatteringReader:
-        """Returns the reader of the rows."""
         if self._scatters():
             return ScatteringReader(columns, self._readers)
         if self._method.mpi_io is None:

@@ -165,15 +165,12 @@ class ShardOptions:
         return errors.explain(self.where, expected, received, remedy)
 
     def data_error(self, expected: str, received: str, remedy: str) -> errors.DataError:
-        """Returns the error for data that cannot be sharded."""
         return errors.DataError(self.where, expected, received, remedy)
 
     def argument_error(self, expected: str, received: str, remedy: str) -> errors.ArgumentError:
-        """Returns the error for an argument with an invalid value."""
         return errors.ArgumentError(self.where, expected, received, remedy)
 
     def wrong_kind(self, expected: str, received: object) -> errors.ArgumentTypeError:
-        """Returns the error for an argument of the wrong type."""
         text = f"{reprlib.repr(received)} of type {type(received).__name__}"
         return errors.ArgumentTypeError(self.where, expected, text, "See the arguments of shard().")
 

@@ -230,7 +230,6 @@ class Decoder:
         self._last: Sample | None = None
 
     def batch(self, keys: Sequence[Key]) -> Sample:
-        """Decodes and stacks samples."""
         samples = list(self._threads().map(self._attempt, keys))
         decoded = [sample for sample in samples if sample is not None]
         if decoded:

@@ -130,7 +130,6 @@ class TarFiles:
         raise failure
 
     def reader(self, locations: Sequence[Location], found: Found) -> Read:
-        """Returns the function that decodes samples."""
         paths = [location.path for location in locations]
         # Cached while other files of the same shuffle window are read.
         samples = functools.lru_cache(MIXED)(lambda shard: samples_of(paths[shard]))

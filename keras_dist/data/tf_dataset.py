@@ -72,7 +72,6 @@ class TfSource:
         options.need_steps(plan_round_robin(total, options.size, options.remainder).steps)
 
     def part(self, held: Sequence[HeldFiles]) -> tf.data.Dataset:
-        """Returns the batches of this rank."""
         options, total = self._options, self._total
         dataset = with_own_caches(self._dataset, held, options)
         if options.batch_size is not None and total is not None:

@@ -79,7 +79,6 @@ class Channel:
         return message if isinstance(message, dict) else None
 
     def send_line(self, line: str) -> None:
-        """Sends a line of text."""
         self._connection.sendall(f"{line}\n".encode())
 
     def receive_line(self) -> str:

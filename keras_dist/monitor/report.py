@@ -97,7 +97,6 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
         return len({row.report.host for row in self.rows})
 
     @property

@@ -231,7 +231,6 @@ class Rank:
         self._member: Member | None = None
 
     def node(self) -> str:
-        """Returns the id of the node."""
         return ray.get_runtime_context().get_node_id()
 
     def join(self, world: Mapping[str, Any], made: tuple[Any, ...]) -> Value | Failure:
@@ -240,7 +239,6 @@ class Rank:
         return self._outcome(self._join, world, *made)
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Value | Failure:
-        """Calls a function on all ranks."""
         return self._outcome(self._to_the_end, fn, *args, **kwargs)
 
     def execute(self, fn: Callable[[Any], Any]) -> Value | Failure:

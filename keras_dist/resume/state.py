@@ -211,7 +211,6 @@ class Statistics:
         return True
 
     def assign(self, values: Mapping[int, np.ndarray]) -> None:
-        """Assigns values to non-trainable weights."""
         weights = list(self._model.non_trainable_weights)
         for index, value in values.items():
             weights[index].assign(value)
@@ -301,7 +300,6 @@ class Generators:
         self._at_begin = random_generators.states(_data())
 
     def end_epoch(self) -> None:
-        """Notes that the epoch has ended."""
         self._at_begin = None
 
     def give(self) -> Any:

@@ -125,7 +125,6 @@ class Stage:
 
 
 def _value_of(piece: Piece) -> np.ndarray:
-    """Returns the bytes of a piece."""
     found = _bytes_of(host_array(piece.variable))
     if slice_of(piece.variable) is not None:
         return found

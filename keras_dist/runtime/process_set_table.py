@@ -41,7 +41,6 @@ class ProcessSetTable:
         return tuple(self._ranks[set_id] for set_id in process_set._group_ids)
 
     def ranks_by_id(self, set_id: int) -> Ranks:
-        """Returns the ranks of the set with an id."""
         if set_id in self._ranks:
             return self._ranks[set_id]
         expected = f"the id of a process set, one of {sorted(self._ranks)}"

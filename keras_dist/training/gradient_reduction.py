@@ -156,7 +156,6 @@ class GradientReduction:
         when: Any,
         gradients: Sequence[Any],
     ) -> list[Any]:
-        """Reduces the gradients of variables that the ranks share."""
         return _backends.active().reduce_gradients(
             gradients,
             [_name(variable) for variable in variables],
@@ -229,7 +228,6 @@ class GradientReduction:
         ]
 
     def _local_keys(self, known: Sequence[Any] | None = None) -> set[int]:
-        """Returns the keys of the local variables."""
         keys = {key_of(variable) for variable in known or ()}
         # Of variables that are not trainable, registration ends the broadcast alone.
         expected = self.registered if known is not None else ()

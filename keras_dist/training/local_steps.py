@@ -178,7 +178,6 @@ def _set_of_node() -> ProcessSet:
 
 
 def _configuration(outer: Any) -> dict[str, Any] | None:
-    """Returns the configuration of an outer optimizer."""
     if outer is None:
         return None
     if outer == "nesterov":

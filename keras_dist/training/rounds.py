@@ -136,7 +136,6 @@ class Rounds:
             fragment.start()
 
     def count(self, batches: int) -> None:
-        """Counts batches that this rank has taken."""
         self.taken, self.is_within = self.taken + batches, True
 
     @contextlib.contextmanager

@@ -215,7 +215,6 @@ class KeepsOptions:
     _keras_dist: Any  # a `GradientReduction`
 
     def _keras_dist_text(self) -> str:
-        """Returns the text that describes the options."""
         mine = self._keras_dist
         variables = trained_by(self)
         local = keras_variables(variables, mine.registered)

@@ -78,7 +78,6 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
         """Takes part in a fit, before `on_train_begin` of any callback."""
 
     def warn(self, text: str) -> None:
-        """Warns, on the root."""
         if runtime.rank() == self.root_rank:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 

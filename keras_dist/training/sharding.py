@@ -112,7 +112,6 @@ class Shards:
         self._loaded.clear()
 
     def ranks(self) -> _engine.Communicator:
-        """Returns the current communicator."""
         comm = self._ranks()
         if (comm.rank, comm.size) != (self.rank, self.size):
             raise errors.BackendError(

@@ -177,11 +177,9 @@ class JobFiles:
         self._put("call", cloudpickle.dumps(call))
 
     def call(self) -> Any:
-        """Reads the call."""
         return pickle.loads((self.folder / "call").read_bytes())
 
     def put_outcome(self, rank: int, outcome: Value | Failure) -> None:
-        """Writes the outcome of a rank."""
         name = "value" if isinstance(outcome, Value) else "failure"
         self._put(f"{name}-{rank}", pickle.dumps(outcome))
 

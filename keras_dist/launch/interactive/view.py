@@ -57,7 +57,6 @@ class View:
             self.tabulate()
 
     def write(self, text: str) -> None:
-        """Shows text."""
         sys.stdout.write(text)
         sys.stdout.flush()
 
