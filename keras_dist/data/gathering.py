@@ -181,4 +181,4 @@ def _inputs(batch: Any) -> Any:
 
 def _refuse(kind: type[errors.KerasDistError], expected: str, received: str) -> None:
     remedy = "Pass data that is the same on every rank, in one order, as to model.predict."
-    raise kind(errors.explain(runtime.where(), expected, received, remedy))
+    raise kind(runtime.where(), expected, received, remedy)

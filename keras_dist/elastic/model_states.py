@@ -248,10 +248,9 @@ def _check_part(name: str, raw: np.ndarray) -> None:
             "Keep only tensors, numbers, strings and containers of them in it, or allow the class "
             "with torch.serialization.add_safe_globals."
         )
-        text = errors.explain(
+        raise errors.ArgumentTypeError(
             runtime.where(), f"{expected}state with a directory", _rejected_class(error), remedy
-        )
-        raise errors.ArgumentTypeError(text) from error
+        ) from error
 
 
 def _rejected_class(error: pickle.UnpicklingError) -> str:

@@ -67,8 +67,7 @@ class ObjectState(State):
         if bcast_object is not None and not callable(bcast_object):
             expected = "bcast_object to be a function, as in Horovod's scripts"
             remedy = "Leave it out; pass a directory as directory=."
-            text = errors.explain(runtime.where(), expected, repr(bcast_object), remedy)
-            raise errors.ArgumentTypeError(text)
+            raise errors.ArgumentTypeError(runtime.where(), expected, repr(bcast_object), remedy)
         self._directory = None if directory is None else pathlib.Path(directory)
         self._number = next(_numbers)
         self._retry_policy = RetryPolicy()

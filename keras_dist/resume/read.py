@@ -187,6 +187,4 @@ def _newest(
     if not damaged:
         return None
     expected = f"an undamaged generation in {directory}"
-    raise errors.CheckpointError(
-        errors.explain(runtime.where(), expected, "; ".join(damaged), REMEDY)
-    )
+    raise errors.CheckpointError(runtime.where(), expected, "; ".join(damaged), REMEDY)

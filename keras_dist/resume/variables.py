@@ -191,8 +191,8 @@ def restore(model: keras.Model, contents: Contents, is_root: bool, alone: bool =
         raise
     except (OSError, ValueError, KeyError) as error:
         expected = f"to read the variables of model {model.name!r} from the checkpoint {path}"
-        text = errors.explain(runtime.where(), expected, f"{type(error).__name__}: {error}", REMEDY)
-        raise errors.CheckpointError(text) from error
+        received = f"{type(error).__name__}: {error}"
+        raise errors.CheckpointError(runtime.where(), expected, received, REMEDY) from error
 
 
 def _restore(model: keras.Model, contents: Contents, is_root: bool, alone: bool) -> None:

@@ -224,7 +224,7 @@ def _check(fn: Any, np: Any) -> None:
         raise errors.ArgumentTypeError(WHERE, "a function", repr(fn), "Pass it without calling it.")
     if not isinstance(np, int) or np < 1:
         kind = errors.ArgumentError if isinstance(np, int) else errors.ArgumentTypeError
-        raise kind(errors.explain(WHERE, "np to be 1 rank or more", repr(np), "Pass np=2."))
+        raise kind(WHERE, "np to be 1 rank or more", repr(np), "Pass np=2.")
     announced = launch_environment.announced_size()
     # A batch job sets the variables of ranks for the script too, which is not a rank.
     if announced is not None and announced.size > 1 and announced.variable != "SLURM_NTASKS":
