@@ -73,7 +73,8 @@ def _bench(options: argparse.Namespace) -> int:
     sizes = list(options.sizes)
     if options.parameters:
         sizes.append(FLOAT_NBYTES * options.parameters)
-    runs = {ranks: measure(options, ranks, sizes) for ranks in _up_to(options.np)}
+    below = [2**power for power in range(1, max(1, math.ceil(math.log2(options.np))))]
+    runs = {ranks: measure(options, ranks, sizes) for ranks in [*below, options.np]}
     seconds = {
         ranks: {int(size): time for size, time in run["seconds"].items()}
         for ranks, run in runs.items()
@@ -92,12 +93,6 @@ def _bench(options: argparse.Namespace) -> int:
             _format_size(size), *(f"{1e3 * time:.3f} ({size / time / 1e9:.1f})" for time in times)
         )
     return 0
-
-
-def _up_to(ranks: int) -> list[int]:
-    """Returns 2, 4, 8, ... below a number, and the number."""
-    powers = [2**power for power in range(1, max(1, math.ceil(math.log2(ranks))))]
-    return [*powers, ranks]
 
 
 def _count(base: int) -> Any:

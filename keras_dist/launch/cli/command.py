@@ -10,6 +10,7 @@ from keras_dist import errors
 from keras_dist.launch.cli.hosts import (
     Allocation,
     allocation,
+    argument_error,
     check_names,
     check_reach,
     parse_hosts,
@@ -97,7 +98,7 @@ def job_command(
 
 def _named_hosts(options: argparse.Namespace) -> dict[str, int]:
     if options.hosts is not None and options.hostfile is not None:
-        raise _error("--hosts or --hostfile", "both", "Leave one of them out.")
+        raise argument_error("--hosts or --hostfile", "both", "Leave one of them out.")
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     return {} if options.hostfile is None else read_hostfile(options.hostfile)
@@ -110,7 +111,7 @@ def _ranks(wanted: int | None, hosts: Mapping[str, int], given: Allocation | Non
         return sum(hosts.values())
     if given is not None and given.ranks is not None:
         return given.ranks
-    raise _error("the number of ranks", "none", "Pass -np 2, for example.")
+    raise argument_error("the number of ranks", "none", "Pass -np 2, for example.")
 
 
 def _slots(given: Allocation, ranks: int) -> dict[str, int]:
@@ -124,7 +125,7 @@ def _slots(given: Allocation, ranks: int) -> dict[str, int]:
 def _check_slots(ranks: int, hosts: Mapping[str, int], whose: str) -> None:
     if ranks > sum(hosts.values()):
         slots = ", ".join(f"{name}:{count}" for name, count in hosts.items())
-        raise _error(
+        raise argument_error(
             f"at most as many ranks as {whose} have slots ({slots})",
             f"-np {ranks}",
             "Start fewer ranks, or name the hosts with more slots: --hosts h1:4,h2:4.",
@@ -137,7 +138,7 @@ def _passed(
     """Returns the names of the variables that are passed to ranks on other hosts."""
     asked = {word.partition("=")[0] for word in options.env}
     if missing := sorted(asked - set(environment)):
-        raise _error(
+        raise argument_error(
             "variables that are set", f"--env {missing[0]}", f"Pass --env {missing[0]}=VALUE."
         )
     meant = {
@@ -158,10 +159,6 @@ def _check_not_a_rank(environment: Mapping[str, str]) -> None:
             f"one of {announced.size}, started by {announced.launcher} ({announced.variable})",
             f"Use only one of the two launchers: either {sys.argv[0]}, or the one around it.",
         )
-
-
-def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
-    return errors.ArgumentError("[keras-dist]", expected, received, remedy)
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:

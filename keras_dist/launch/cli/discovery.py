@@ -19,6 +19,7 @@ from pathlib import Path
 from keras_dist import errors
 from keras_dist.launch.cli.hosts import parse_hosts, parse_lines
 from keras_dist.launch.cli.job_process import end_with_parent
+from keras_dist.launch.cli.mpiexec import listed
 from keras_dist.runtime.exit_hooks import HOSTS_CHANGED
 
 PAUSE_SECONDS = 1.0
@@ -55,7 +56,7 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
         hosts, trouble = find(min(end, answers_until) - time.monotonic())
         slots = sum(hosts.values())
         if trouble is None and slots >= least:
-            found = {"hosts": _listed(hosts), "hostfile": None, "np": _ranks(options, slots)}
+            found = {"hosts": listed(hosts), "hostfile": None, "np": _ranks(options, slots)}
             return argparse.Namespace(**{**vars(options), **found})
         if time.monotonic() >= end:
             raise TimeoutError
@@ -118,7 +119,7 @@ class HostWatch:
         while not has_ended.wait(PAUSE_SECONDS):
             hosts, trouble = find(ANSWER_SECONDS)
             if trouble is not None and trouble != told:
-                _print(f"{self._name} names no hosts while the job runs: {trouble}.")
+                tell(f"{self._name} names no hosts while the job runs: {trouble}.")
             told = trouble
             if trouble is not None or has_ended.is_set():
                 continue
@@ -139,8 +140,8 @@ class HostWatch:
     def _ask(self, hosts: Hosts) -> None:
         if not self.has_asked:
             ranks = _ranks(self._options, sum(hosts.values()))
-            _print(
-                f"the hosts are {_listed(hosts)} now. The job is asked to save its state and to "
+            tell(
+                f"the hosts are {listed(hosts)} now. The job is asked to save its state and to "
                 f"stop, and starts again with {ranks} ranks."
             )
         self.has_asked = True
@@ -164,10 +165,6 @@ def _ranks(options: argparse.Namespace, slots: int) -> int:
     return min(slots, options.max_np or options.np or slots)
 
 
-def _listed(hosts: Hosts) -> str:
-    return ",".join(f"{name}:{slots}" for name, slots in hosts.items())
-
-
 def _read(path: str, seconds: float) -> tuple[Hosts, str | None]:
     """Reads a hostfile; returns slots by host, and an error text or `None`."""
     try:
@@ -177,7 +174,8 @@ def _read(path: str, seconds: float) -> tuple[Hosts, str | None]:
     return hosts, None if wrong is None else repr(wrong)
 
 
-def _print(text: str) -> None:
+def tell(text: str) -> None:
+    """Prints a line of the launcher."""
     print(f"keras-dist: {text}", file=sys.stderr, flush=True)
 
 

@@ -56,7 +56,7 @@ def read_hostfile(path: str) -> dict[str, int]:
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise _error("a hostfile", f"{path}: {error}", "Pass a text file.") from None
+        raise argument_error("a hostfile", f"{path}: {error}", "Pass a text file.") from None
     expected = f"each line of {path} to be like 'h1 slots=2' or 'h1:2'"
     return _collect(_lines(text), expected)
 
@@ -136,14 +136,14 @@ def _lines(text: str) -> list[str]:
 def _collect(texts: Iterable[str], expected: str) -> dict[str, int]:
     hosts, wrong = _count(texts)
     if wrong is not None:
-        raise _error(
+        raise argument_error(
             expected,
             repr(wrong),
             "A host name has letters, digits, dots and dashes, and starts with a letter or digit. "
             "The number of slots after it is 1 or more.",
         )
     if not hosts:
-        raise _error(expected, "no host", "Name a host, or leave the option out.")
+        raise argument_error(expected, "no host", "Name a host, or leave the option out.")
     return hosts
 
 
@@ -163,7 +163,8 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def _error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
+def argument_error(expected: str, received: str, remedy: str) -> errors.ArgumentError:
+    """Returns an error about options or variables of the launcher."""
     return errors.ArgumentError("[keras-dist]", expected, received, remedy)
 
 
@@ -185,8 +186,8 @@ def check_reach(hosts: Iterable[str], ssh: str) -> None:
         answers = pool.map(lambda name: _start_python(ssh, name, mpi), others)
     for name, (expected, received, remedy) in zip(others, answers, strict=True):
         if received:
-            text = errors.explain("[keras-dist]", expected, f"{received} from {name}", remedy)
-            raise errors.LaunchError(text)
+            found = f"{received} from {name}"
+            raise errors.LaunchError("[keras-dist]", expected, found, remedy)
 
 
 def _is_this_host(name: str) -> bool:

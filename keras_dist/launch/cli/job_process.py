@@ -195,7 +195,8 @@ def terminating_signals_raise() -> Iterator[None]:
     """Makes terminating signals raise within the context; a running job has its own handlers."""
     previous = {number: signal.signal(number, _raise) for number in SIGNAL_CODES}
     # Its default action would end the launcher, but only ranks use it.
-    previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, _ignore)
+    # Unlike `SIG_IGN`, a handler is not inherited by started programs.
+    previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
         yield
     finally:
@@ -205,7 +206,3 @@ def terminating_signals_raise() -> Iterator[None]:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     raise EndRequested(number)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Does nothing. Unlike `SIG_IGN`, a handler is not inherited by started programs."""

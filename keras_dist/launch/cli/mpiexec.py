@@ -90,7 +90,7 @@ def mpiexec_options(
     if os.getuid() == 0:
         options.append("--allow-run-as-root")
     if hosts:
-        options += ["--host", _listed(hosts)]
+        options += ["--host", listed(hosts)]
     elif ranks > _number_of_cores() and not any(name in os.environ for name in ALLOCATIONS):
         options.append("--oversubscribe")
     if not binds:
@@ -104,19 +104,20 @@ def mpiexec_options(
 
 def _hydra_hosts(library: Library, hosts: Mapping[str, int]) -> list[str]:
     if library.vendor != "Intel MPI":
-        return ["-hosts", _listed(hosts)]
+        return ["-hosts", listed(hosts)]
     slots = set(hosts.values())
     if len(slots) > 1:
         raise errors.LaunchError(
             "[keras-dist]",
             "the same number of ranks for each host, with Intel MPI",
-            _listed(hosts),
+            listed(hosts),
             "Leave out the hosts and pass --mpi-args '-machinefile FILE'.",
         )
     return ["-ppn", str(*slots), "-hosts", ",".join(hosts)]
 
 
-def _listed(hosts: Mapping[str, int]) -> str:
+def listed(hosts: Mapping[str, int]) -> str:
+    """Returns hosts with their slots as mpiexec takes them."""
     return ",".join(f"{name}:{slots}" for name, slots in hosts.items())
 
 

@@ -81,10 +81,6 @@ def _left(text: str) -> str:
     raise argparse.ArgumentTypeError(f"ranks do not join a job that runs. {config.START_AGAIN}")
 
 
-def _reaction(text: str) -> str:
-    return _left(text) if text == "replace" else text
-
-
 HOST_OPTIONS = (
     Option(
         "-np -n",
@@ -162,7 +158,7 @@ OPTIONS = (
         "--max-restarts), and `continue` sets KERAS_DIST_ON_FAILURE, so that the remaining ranks "
         "continue (Open MPI 5 or newer)",
         "REACTION",
-        _reaction,
+        lambda text: _left(text) if text == "replace" else text,
         choices=("stop", "restart", "continue"),
     ),
     Option(

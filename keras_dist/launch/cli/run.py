@@ -26,7 +26,7 @@ from keras_dist.launch.cli.command import (
     ssh_of_job,
     words_of_python,
 )
-from keras_dist.launch.cli.discovery import HostWatch, with_hosts
+from keras_dist.launch.cli.discovery import HostWatch, tell, with_hosts
 from keras_dist.launch.cli.hosts import allocation
 from keras_dist.launch.cli.job_process import (
     Ended,
@@ -76,7 +76,7 @@ def _run_in_time(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     try:
         return _run(options, time.monotonic() + seconds)
     except TimeoutError:
-        _print("no hosts were found within the time limit (--timeout).")
+        tell("no hosts were found within the time limit (--timeout).")
         return TIMED_OUT
 
 
@@ -118,9 +118,9 @@ def _run(options: argparse.Namespace, end: float) -> int:
         instead = "the job ends instead; --max-restarts N would restart it."
         if options.max_restarts:
             instead = f"the job is restarted instead, at most {options.max_restarts} times."
-        _print(f"{library.text} cannot continue after the death of a rank: {instead}")
+        tell(f"{library.text} cannot continue after the death of a rank: {instead}")
     if "--allow-run-as-root" in command:
-        _print("running as root: --allow-run-as-root is passed to mpiexec.")
+        tell("running as root: --allow-run-as-root is passed to mpiexec.")
     try:
         limit = settings.stall_abort_seconds
         hosts = hosts_of_job(options, environment)
@@ -145,7 +145,7 @@ def _run(options: argparse.Namespace, end: float) -> int:
                 _tell_of_backend(environment)
             return code
     except EndRequested as request:
-        _print(f"received {request.name} between two runs of the job.")
+        tell(f"received {request.name} between two runs of the job.")
         return request.code
     finally:
         if JOB_ID not in {**os.environ, **added}:  # otherwise another launcher may restart the job
@@ -192,27 +192,27 @@ def _run_with_restarts(
         ended = run_job(command, environment, left, None, connections.lost, beside, process)
         code = _exit_code(ended)
         if ended.signal is None and not ended.timed_out and (lost := connections.lost()):
-            _print(lost)
+            tell(lost)
         if ended.timed_out:
-            _print("the job was ended after its time limit (--timeout).")
+            tell("the job was ended after its time limit (--timeout).")
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:
             return code
         if code == exit_hooks.PREEMPTED_EXIT_CODE and watch.has_asked:
             continue
         if code == exit_hooks.PREEMPTED_EXIT_CODE:
-            _print(f"the job was preempted and saved its state (exit code {code}).")
+            tell(f"the job was preempted and saved its state (exit code {code}).")
             return code
         if failures >= max_restarts:
             if max_restarts:
-                _print(f"the job failed with exit code {code}, after {max_restarts} restarts.")
+                tell(f"the job failed with exit code {code}, after {max_restarts} restarts.")
             return code
         progressed = standby is not None and standby.has_progressed
         pause = 0 if progressed else min(2**failures, MAX_PAUSE_SECONDS)
         if time.monotonic() + pause >= end:
-            _print(f"the job failed with exit code {code} at its time limit (--timeout).")
+            tell(f"the job failed with exit code {code} at its time limit (--timeout).")
             return code
         failures += 1
-        _print(
+        tell(
             f"the job failed with exit code {code}. Restart {failures} of {max_restarts} "
             f"in {pause} s."
         )
@@ -224,7 +224,7 @@ def _tell_of_backend(environment: dict[str, str]) -> None:
     """Names the backend that Keras selects for the ranks, if it is not installed here."""
     wanted = backends.wanted(environment)
     if importlib.util.find_spec(wanted.partition(".")[0]) is None:
-        _print(
+        tell(
             f"if the script failed at `import keras`: Keras selects the backend {wanted}, which is "
             f"not installed here. {backends.remedy(wanted)}"
         )
@@ -282,7 +282,3 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
         if options.min_np:
             wanted["KERAS_DIST_MIN_NP"] = str(options.min_np)
     return wanted
-
-
-def _print(text: str) -> None:
-    print(f"keras-dist: {text}", file=sys.stderr, flush=True)

@@ -54,14 +54,14 @@ def _run(options: argparse.Namespace) -> int:
             f"no {' and no '.join(missing)}",
             "pip install 'keras_dist[notebook]'",
         )
-    from keras_dist.launch import notebook
+    from keras_dist.launch.notebook.execution import run_notebook
 
     path = options.notebook
     output = options.output or path.with_name(f"{path.stem}.executed.ipynb")
     values = {} if options.parameters_file is None else _read(options.parameters_file)
     values.update({name: _value(text) for name, text in options.parameters})
     values.update(options.parameters_raw)
-    return notebook.run_notebook(path, output, values)
+    return run_notebook(path, output, values)
 
 
 def _value(text: str) -> Any:

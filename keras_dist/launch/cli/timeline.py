@@ -50,17 +50,13 @@ def _summarise(options: argparse.Namespace) -> int:
 
 
 def _report(name: str, summary: Summary) -> Group:
-    parts: list[Any] = [Text(f"\n{name}: {len(summary.ranks)} ranks", style="bold"), _legend()]
+    legend = (Text("██ ", style=COLOURS[kind]).append(kind, "default") for kind in KINDS)
+    title = Text(f"\n{name}: {len(summary.ranks)} ranks", style="bold")
+    parts: list[Any] = [title, Text("  ").join(legend)]
     parts += [_shares(found) for found in periods(summary)]
     if summary.operations:
         parts.append(_operations(operations(summary)))
     return Group(*parts, *(Text(note) for note in notes(summary)))
-
-
-def _legend() -> Text:
-    return Text("  ").join(
-        Text("██ ", style=COLOURS[kind]).append(kind, "default") for kind in KINDS
-    )
 
 
 def _shares(found: Periods) -> Table:

@@ -33,7 +33,10 @@ def save_html(summaries: Iterable[tuple[str, Summary]], path: str) -> None:
     page = string.Template(PAGE.read_text()).substitute(
         title=html.escape(f"Timeline of {names}"),
         colours=" ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items()),
-        legend="".join(f"<li>{_swatch(kind)} <b>{kind}</b> {text}" for kind, text in KINDS.items()),
+        legend="".join(
+            f'<li><i style="--c:var(--{kind})"></i> <b>{kind}</b> {text}'
+            for kind, text in KINDS.items()
+        ),
         jobs="\n".join(_job(name, summary) for name, summary in summaries),
     )
     Path(path).write_text(page, encoding="utf-8")
@@ -82,10 +85,6 @@ def _table(caption: str, head: Sequence[str], body: Iterable[str], kind: str = "
 def _row(cells: Sequence[str]) -> str:
     name, *others = map(html.escape, cells)
     return f'<tr><th scope="row">{name}' + "".join(f"<td>{cell}" for cell in others)
-
-
-def _swatch(kind: str) -> str:
-    return f'<i style="--c:var(--{kind})"></i>'
 
 
 def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:

@@ -33,13 +33,8 @@ from keras_dist.launch.world.world_server import SETTLE_SECONDS, WorldServer
 POLL_SECONDS = 0.5
 END_SECONDS = 10.0  # for the ranks of a failed job to end
 PREFIXES = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL")
-OF_SLURM = frozenset(
-    f"SLURM_{name}"
-    for name in (
-        *("LOCALID", "NTASKS", "PROCID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"),
-        "TASKS_PER_NODE",
-    )
-)
+NAMES = "LOCALID NTASKS PROCID STEP_NUM_TASKS STEP_TASKS_PER_NODE TASKS_PER_NODE"
+OF_SLURM = frozenset(f"SLURM_{name}" for name in NAMES.split())
 
 #: what a rank has left; `None` while it runs
 Outcome = Value | Failure | None
@@ -52,11 +47,14 @@ def run_rank(
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as name:
         exchange = JobFiles(pathlib.Path(name))
         exchange.put_call(({}, list(sys.path), {}, work))
+        # Without what a launcher has told the worker, which is no rank.
+        told = {n for n in os.environ if n.startswith(PREFIXES) or n in OF_SLURM}
+        inherited = {n: text for n, text in os.environ.items() if n not in told}
         # The token is no argument, which other users of the host could read.
         ended = subprocess.run(
             [sys.executable, "-m", __name__, name],
             input=json.dumps(dict(world)).encode(),
-            env={**_inherited(), **environment},
+            env={**inherited, **environment},
             preexec_fn=end_with_parent,
         )
         outcome = exchange.outcome(world["rank"])
@@ -64,15 +62,6 @@ def run_rank(
             text = f"The process of this rank ended with exit code {ended.returncode}."
             return Failure(text, text, b"", is_consequence=True)
         return outcome
-
-
-def _inherited() -> dict[str, str]:
-    """Returns the environment without what a launcher has told the worker, which is no rank."""
-    return {
-        name: text
-        for name, text in os.environ.items()
-        if not name.startswith(PREFIXES) and name not in OF_SLURM
-    }
 
 
 def main(folder: str) -> None:

@@ -7,7 +7,6 @@ import secrets
 import socket
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from keras_dist import errors
@@ -149,12 +148,7 @@ class WorldServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _accept(self) -> None:
