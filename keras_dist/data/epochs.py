@@ -36,8 +36,9 @@ class Epochs:
         self.shapes: Hashable | None = None
         # Which part of the order a later run cannot restore, in words.
         self.not_restored: str | None = None
-        # A strong reference would keep data alive until the garbage collector runs.
-        self._data = weakref.ref(data) if data is not None else lambda: None
+        # Returns the data if it is alive and can be distributed again. A strong reference would
+        # keep it alive until the garbage collector runs.
+        self.data: Callable[[], Any] = weakref.ref(data) if data is not None else lambda: None
         self._lock = threading.Lock()
         _live[next(_serials)] = self
 
@@ -46,10 +47,6 @@ class Epochs:
         with self._lock:
             self.number += 1
             return self.number - 1
-
-    def data(self) -> Any:
-        """Returns the data if it is alive and can be distributed again."""
-        return self._data()
 
 
 def kind_of(facts: Sequence[object]) -> str:
@@ -89,13 +86,11 @@ def is_sharded(data: Any) -> bool:
         return False
 
 
-@contextlib.contextmanager
 def training_on(
     arguments: Mapping[str, Any], everywhere: bool, equal_batches: bool
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Records the data of a fit while it runs, and whether its batches are equal on all ranks."""
-    with _fits.during(_Fit(arguments, everywhere, equal_batches, awaits_steps=True)):
-        yield
+    return _fits.during(_Fit(arguments, everywhere, equal_batches, awaits_steps=True))
 
 
 def expect_steps() -> None:

@@ -67,10 +67,10 @@ def plan_samples(total: int, size: int, rank: int, batch_size: int, remainder: R
     fewest, leftover = divmod(total, size)
     held = fewest + (rank < leftover)
     if remainder == "uneven":
-        return Plan(rank, size, held, held, _ceil(fewest, batch_size), batch_size)
+        return Plan(rank, size, held, held, -(-fewest // batch_size), batch_size)
     if remainder == "pad":
         most = fewest + (leftover > 0)
-        return Plan(rank, size, held, most, _ceil(most, batch_size), batch_size)
+        return Plan(rank, size, held, most, -(-most // batch_size), batch_size)
     batch_size = min(batch_size, fewest)
     steps = fewest // batch_size
     return Plan(rank, size, fewest, steps * batch_size, steps, batch_size)
@@ -94,10 +94,6 @@ def plan_after_change(
     if remainder == "drop":
         count = min(now.held, limit) // plan.steps * plan.steps
     return EvenPlan(rank, size, now.held, count, plan.steps, plan.batch_size)
-
-
-def _ceil(count: int, batch_size: int) -> int:
-    return -(-count // batch_size)
 
 
 @dataclasses.dataclass(frozen=True)

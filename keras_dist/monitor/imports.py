@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,12 @@ def _tell(settings: config.Settings) -> None:
         time.sleep(POLL_SECONDS)
     time.sleep(SETTLE_SECONDS)
     changed = _changed_variables()
+    # The program chooses GPUs itself, which precedes the imports.
+    chooses = any(name.endswith("VISIBLE_DEVICES") for name in changed)
     found = {
         "restart": settings.restart,
         "steps": _engine.progress.done(),
-        "modules": [] if _chooses_devices(changed) else _modules(),
+        "modules": [] if chooses else _modules(),
         "mpi": _engine.library.is_loaded_here(),
         "environment": {name: text for name, text in changed.items() if name.startswith(READ)},
     }
@@ -115,8 +116,3 @@ def _changed_variables() -> dict[str, str | None]:
     before = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
     names = {*before, *os.environ} - {"", *launch_environment.THREADS}
     return {name: now for name in names if (now := os.environ.get(name)) != before.get(name)}
-
-
-def _chooses_devices(changed: Mapping[str, str | None]) -> bool:
-    """Returns whether the program chooses GPUs itself, which precedes the imports."""
-    return any(name.endswith("VISIBLE_DEVICES") for name in changed)

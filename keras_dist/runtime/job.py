@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keras_dist import _engine, config, errors
@@ -17,7 +17,6 @@ from keras_dist.runtime.process_set_table import ProcessSetTable
 from keras_dist.runtime.process_sets import (
     ProcessSet,
     Ranks,
-    as_process_set,
     check_process_set,
     check_process_sets,
     global_process_set,
@@ -156,7 +155,12 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     first = keras_dist.add_process_set([0])
     ```
     """
-    return _process_sets().add(lambda: [as_process_set(process_set)], "add_process_set")[0]
+
+    def make_sets() -> list[ProcessSet]:
+        given = process_set
+        return [given if isinstance(given, ProcessSet) else ProcessSet(given)]
+
+    return _process_sets().add(make_sets, "add_process_set")[0]
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -202,11 +206,9 @@ def includes_me(process_set: ProcessSet | None) -> bool:
     return bool(process_set.included())
 
 
-@contextlib.contextmanager
-def fit_within(process_set: ProcessSet | None) -> Iterator[None]:
+def fit_within(process_set: ProcessSet | None) -> contextlib.AbstractContextManager[None]:
     """Makes a process set the ranks of the running fit; `None` leaves them as they are."""
-    with _fit_set.during(_fit_set.own() if process_set is None else process_set):
-        yield
+    return _fit_set.during(_fit_set.own() if process_set is None else process_set)
 
 
 def fit_set() -> ProcessSet | None:

@@ -137,11 +137,6 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set = _GlobalProcessSet()
 
 
-def as_process_set(value: Any) -> ProcessSet:
-    """Returns `value` as a `ProcessSet`."""
-    return value if isinstance(value, ProcessSet) else ProcessSet(value)
-
-
 def check_process_sets(process_sets: Any) -> list[ProcessSet]:
     """Returns `process_sets` as a list."""
     if isinstance(process_sets, list | tuple):

@@ -39,9 +39,10 @@ def find(name: str, settings: config.Settings) -> Path | None:
     return next(iter(_directories(name, settings)), None)
 
 
-def remove(name: str) -> None:
-    """Removes a directory from this node."""
-    _remove(name, config.settings())
+def remove(name: str, settings: config.Settings | None = None) -> None:
+    """Removes a directory, or those of a pattern, from this node."""
+    for path in _directories(name, settings or config.settings()):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_old(name: str) -> None:
@@ -55,12 +56,7 @@ def remove_old(name: str) -> None:
 
 def remove_job(settings: config.Settings) -> None:
     """Removes the directories of a job from this node."""
-    _remove(f"{_prefix(settings.job_id)}*", settings)
-
-
-def _remove(pattern: str, settings: config.Settings) -> None:
-    for path in _directories(pattern, settings):
-        shutil.rmtree(path, ignore_errors=True)
+    remove(f"{_prefix(settings.job_id)}*", settings)
 
 
 def _directories(pattern: str, settings: config.Settings) -> list[Path]:

@@ -25,7 +25,8 @@ def is_private_directory(path: Path) -> bool:
         found = path.lstat()  # not the target of another user's link
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and _is_own(found) and not found.st_mode & OTHERS
+    is_own = found.st_uid == os.getuid()
+    return stat.S_ISDIR(found.st_mode) and is_own and not found.st_mode & OTHERS
 
 
 def make_private_directory(path: Path, where: str) -> None:
@@ -56,10 +57,6 @@ def write_private(path: Path, text: str) -> None:
     """Writes a new file that only this user may read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
-
-
-def _is_own(found: os.stat_result) -> bool:
-    return found.st_uid == os.getuid()
 
 
 def _is_safe(found: os.stat_result) -> bool:

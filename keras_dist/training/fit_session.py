@@ -218,11 +218,6 @@ class FitSession:
             vars(self.model)[SESSION] = self.outer
 
 
-def session_of(model: Any) -> FitSession:
-    """Returns the innermost session of a model; a call from before Keras was patched gets one."""
-    return running_in(model) or FitSession(model).__enter__()
-
-
 def running_in(owner: Any) -> FitSession | None:
     """Returns the innermost session of a model, or that of a list of callbacks that trains."""
     found: FitSession | None = vars(owner).get(SESSION)

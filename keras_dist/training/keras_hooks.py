@@ -7,6 +7,7 @@ no `keras.Model` train alike.
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -53,8 +54,8 @@ def watch_models() -> None:
         ("on_epoch_begin", functools.partial(_on_epoch, FitSession.call_hook)),
         ("on_train_batch_begin", functools.partial(_on_batch, FitSession.begin_step)),
         ("on_train_batch_end", functools.partial(_on_batch, FitSession.end_step)),
-        ("on_test_begin", _call),
-        ("on_test_end", _call),
+        ("on_test_begin", operator.call),
+        ("on_test_end", operator.call),
         ("on_epoch_end", functools.partial(_on_epoch, FitSession.end_epoch)),
         ("on_train_end", _on_train_end),
     ):
@@ -144,10 +145,6 @@ def _within_loop(
         return around(hook, callbacks, *args, **kwargs)
     with within_set(session.process_set, members(session.callbacks)):
         return around(hook, callbacks, *args, **kwargs)
-
-
-def _call(hook: Callable[..., None], callbacks: Any, logs: Any = None) -> None:
-    hook(callbacks, logs)
 
 
 def _begin_loop(loop: FitSession, *arguments: Any) -> tuple[Any, ...]:

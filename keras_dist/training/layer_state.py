@@ -58,8 +58,11 @@ def write_tables(model: keras.Model, kept: Kept) -> None:
     """Sets vocabularies and boundaries of bins, which do not depend on variables."""
     for layer, mine in zip(_layers(model), kept, strict=True):
         try:
-            if _is_table(layer):
-                _write_table(layer, mine)
+            bins = mine.get(BINS)
+            if is_lookup(layer):
+                _write_vocabulary(layer, mine)
+            elif bins is not None and not np.array_equal(bins, _read_table(layer).get(BINS, ())):
+                layer.bin_boundaries = bins.tolist()
         except Exception as error:  # Keras raises errors of several classes
             raise _refused(layer, error) from error
 
@@ -300,13 +303,6 @@ def _read_table(layer: Any) -> dict[str, np.ndarray]:
         return _vocabulary(layer)
     bins = layer.bin_boundaries
     return {} if bins is None else {BINS: np.array(bins, np.float64)}
-
-
-def _write_table(layer: Any, kept: dict[str, np.ndarray]) -> None:
-    if is_lookup(layer):
-        _write_vocabulary(layer, kept)
-    elif BINS in kept and not np.array_equal(kept[BINS], _read_table(layer).get(BINS, ())):
-        layer.bin_boundaries = kept[BINS].tolist()
 
 
 def _vocabulary(layer: Any) -> dict[str, np.ndarray]:

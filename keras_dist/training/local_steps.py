@@ -122,7 +122,9 @@ def with_local_steps(options: ReductionOptions, value: Any) -> ReductionOptions:
     if value is None:
         return options
     if isinstance(value, dict):
-        found = LocalSteps(**value | {"within": _find_within(value["within"])})
+        saved = value["within"]
+        within = find_set(saved) if isinstance(saved, list) else saved
+        found = LocalSteps(**value | {"within": within})
     else:
         found = value if isinstance(value, LocalSteps) else LocalSteps(value)
     within = found.within
@@ -157,11 +159,6 @@ def _count(what: str, value: Any, least: int, remedy: str, most: int | None = No
 def _refuse(expected: str, received: str, remedy: str) -> None:
     expected = f"{expected}, with local_steps"
     raise errors.ArgumentError(runtime.where(), expected, received, remedy)
-
-
-def _find_within(saved: Any) -> Any:
-    """Returns `within` of `LocalSteps.get_config`."""
-    return find_set(saved) if isinstance(saved, list) else saved
 
 
 def _set_of_node() -> ProcessSet:

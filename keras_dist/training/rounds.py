@@ -191,7 +191,7 @@ class Rounds:
         backend = _backends.active()
         if self._delay:
             backend.between_steps(self._receive_all)
-        comm = self._ranks()
+        comm = self.reduction.replicas()
         places = [(self.ended, self.taken, [each.began for each in self.fragments])]
         if comm is not None:
             places = _engine.collectives.allgather_object(
@@ -273,7 +273,7 @@ class Rounds:
 
     def _compare(self) -> None:
         """Checks that all ranks have the same rounds; others would average at other steps."""
-        comm = self._ranks()
+        comm = self.reduction.replicas()
         if comm is None:
             return
         everyone = _engine.collectives.allgather_object(
@@ -287,12 +287,6 @@ class Rounds:
                     received,
                     "Pass the same local_steps to DistributedOptimizer on every rank.",
                 )
-
-    def _ranks(self) -> _engine.Communicator | None:
-        if not runtime.includes_me(self.options.process_set):
-            return None
-        comm = runtime.communicator(self.options.process_set)
-        return comm if comm.size > 1 else None
 
     def _catch_up(self, comm: _engine.Communicator, places: Sequence[Any]) -> None:
         """Gives ranks that were out of data the state after the last round of the others."""

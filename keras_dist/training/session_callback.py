@@ -9,7 +9,7 @@ import keras
 from keras_dist import errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist.runtime.process_sets import ProcessSet
-from keras_dist.training.fit_session import FitSession, Order, SessionMember, session_of
+from keras_dist.training.fit_session import FitSession, Order, SessionMember, running_in
 from keras_dist.training.keras_hooks import watch_models
 
 # What callbacks agree on that are collective in validation.
@@ -37,8 +37,9 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
 
     @property
     def session(self) -> FitSession:
-        """The running call of a method of the model."""
-        return session_of(model_of(self))
+        """The running call of a method of the model; one from before Keras was patched gets one."""
+        model = model_of(self)
+        return running_in(model) or FitSession(model).__enter__()
 
     @property
     def planned(self) -> dict[str, Any]:
