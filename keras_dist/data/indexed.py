@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist.data.epochs import Epochs, kind_of
-from keras_dist.data.partition import EpochOrder, Plan, PlanFor, Spread
+from keras_dist.data.partition import Plan, PlanFor, Spread, order_of
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 DEFAULT_BATCH_SIZE = 32
@@ -36,14 +36,13 @@ class IndexedSource:
         batch_size = options.batch_size or batch_size
         plan = options.epoch_plan(total, batch_size, of)
         self.facts = [*facts, Fact(f"the number of {of}", total, WHOLE), *options.facts()]
-        order = EpochOrder(options.way, options.seed, total)
         self.batches = IndexedBatches(
             example,
             take,
             plan,
-            order.of,
+            functools.partial(order_of, options.way, options.seed, total),
             kind_of(options.lasting(self.facts)),
-            None if order.knows_ranks else plan.batch_size * plan.size,
+            None if options.way in ("rank", "draw") else plan.batch_size * plan.size,
             options.plans_after_loss(total, batch_size, plan.steps),
         )
         self.epochs = self.batches.epochs

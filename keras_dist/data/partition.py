@@ -96,31 +96,18 @@ def plan_after_change(
     return EvenPlan(rank, size, now.held, count, plan.steps, plan.batch_size)
 
 
-@dataclasses.dataclass(frozen=True)
-class EpochOrder:
-    """The order of a data set in all its epochs."""
-
-    way: Way | None
-    seed: int
-    total: int
-
-    @property
-    def knows_ranks(self) -> bool:
-        """Whether the order depends on the number of ranks."""
-        return self.way in ("rank", "draw")
-
-    def of(self, plan: Plan, epoch: int) -> np.ndarray:
-        """Returns a rank's indices of samples in an epoch, in order: int64 `(plan.count,)`."""
-        if self.way == "draw":
-            # The stream of SeedSequence.spawn, without spawning the streams before it.
-            stream = np.random.SeedSequence(self.seed, spawn_key=(plan.rank, epoch))
-            return np.random.default_rng(stream).integers(self.total, size=plan.count)
-        if self.way == "rank":
-            return plan.order(self.seed, epoch)
-        indices = plan.order(None, epoch)
-        if self.way == "global":
-            return np.random.default_rng([self.seed, epoch]).permutation(self.total)[indices]
-        return indices
+def order_of(way: Way | None, seed: int, total: int, plan: Plan, epoch: int) -> np.ndarray:
+    """Returns a rank's indices of samples in an epoch, in order: int64 `(plan.count,)`."""
+    if way == "draw":
+        # The stream of SeedSequence.spawn, without spawning the streams before it.
+        stream = np.random.SeedSequence(seed, spawn_key=(plan.rank, epoch))
+        return np.random.default_rng(stream).integers(total, size=plan.count)
+    if way == "rank":
+        return plan.order(seed, epoch)
+    indices = plan.order(None, epoch)
+    if way == "global":
+        return np.random.default_rng([seed, epoch]).permutation(total)[indices]
+    return indices
 
 
 # --- Ranks with different numbers of elements

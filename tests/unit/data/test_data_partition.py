@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keras_dist.data.partition import (
-    EpochOrder,
     EvenPlan,
     Plan,
     RoundRobin,
     Spread,
+    order_of,
     plan_after_change,
     plan_round_robin,
     plan_samples,
@@ -249,7 +249,7 @@ def plan_of(rank):
 
 
 def ordered(way, rank, epoch=0, seed=SEED):
-    return EpochOrder(way, seed, TOTAL).of(plan_of(rank), epoch).tolist()
+    return order_of(way, seed, TOTAL, plan_of(rank), epoch).tolist()
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -282,14 +282,3 @@ def test_an_order_is_of_its_seed_and_epoch(way):
     assert ordered(way, 1, 2) == ordered(way, 1, 2)
     assert ordered(way, 1, 2) != ordered(way, 1, 3)
     assert ordered(way, 1, 2) != ordered(way, 1, 2, seed=SEED + 1)
-
-
-def test_a_global_order_and_none_do_not_know_the_ranks():
-    ways = ("rank", "global", "draw", None)
-    assert [EpochOrder(way, SEED, TOTAL).knows_ranks for way in ways] == [True, False, True, False]
-
-
-def test_an_order_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        EpochOrder(None, SEED, TOTAL).seed = 1
-    assert EpochOrder(None, SEED, TOTAL) == EpochOrder(None, SEED, TOTAL)
