@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import errors, runtime
 from keras_dist.resume import format, state, variables
 from keras_dist.resume.format import REMEDY, SHARED, Writer, number_of
 from keras_dist.resume.memory import MemoryCopies
@@ -176,9 +176,7 @@ class Store:
             return
         (writer, moment, parts), self._writing = self._writing, None
         mine = None if writer is None else writer.wait_for_part()
-        failures = _engine.collectives.allgather_object(
-            runtime.fit_communicator(), mine, operation="the parts of a checkpoint"
-        )
+        failures = allgather_object(mine, "the parts of a checkpoint")
         conclude = functools.partial(self._conclude, writer, parts, failures)
         is_whole = self._ask_root(conclude, "to write", self._remedy)
         if writer is not None:
