@@ -8,7 +8,7 @@ import numpy as np
 
 from keras_dist.data import consistency
 from keras_dist.data.files import Found, Paths, Unreadable, expanded, facts_of_files
-from keras_dist.data.nested import leaves, named
+from keras_dist.data.nested import leaves
 from keras_dist.data.partition import Remainder, Shuffle
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.shard_source import CachedShards, Location, Read, ShardSource
@@ -74,7 +74,7 @@ def npz(
     def make_source() -> ShardSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         paths = expanded(files, options)
-        names = named(x, y)
+        names = x if y is None else (x, y)
         facts = [*facts_of_files(paths), Fact("the names of the arrays", repr(names))]
         return ShardSource(NpzFiles(names, options), paths, options, unreadable, facts)
 
@@ -138,7 +138,7 @@ def parquet(
     def make_source() -> ShardSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         paths = expanded(files, options)
-        names = _with_matrices(named(x, y))
+        names = _with_matrices(x if y is None else (x, y))
         facts = [*facts_of_files(paths), Fact("the names of the columns", repr(names))]
         return ShardSource(ParquetFiles(names, options), paths, options, unreadable, facts)
 

@@ -87,8 +87,3 @@ def concatenated(batches: Sequence[Any]) -> Any:
 def described(data: Any) -> list[str]:
     """Returns path, dtype and sample shape of each array, for comparison across ranks."""
     return [f"{path}: {array.dtype} {array.shape[1:]}" for path, array in leaves(data)]
-
-
-def named(x: Any, y: Any) -> Any:
-    """Returns the names in the structure of a batch: `x`, or `(x, y)`."""
-    return x if y is None else (x, y)

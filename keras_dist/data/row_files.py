@@ -6,7 +6,7 @@ from typing import Any
 
 from keras_dist.data import consistency
 from keras_dist.data.files import Paths, Unreadable
-from keras_dist.data.nested import leaves, named
+from keras_dist.data.nested import leaves
 from keras_dist.data.partition import Remainder, Shuffle
 from keras_dist.data.readers import RowSegment, segment_of_npy, segments_of_hdf5
 from keras_dist.data.row_source import MpiIo, ReadMethod, RowSource
@@ -89,7 +89,8 @@ def hdf5(
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         method = ReadMethod(block, mpi_io, readers, unreadable)
         paths = [files] if isinstance(files, str | PathLike) else list(files)
-        return RowSource(segments_of_hdf5, paths, named(x, y), method, options)
+        names = x if y is None else (x, y)
+        return RowSource(segments_of_hdf5, paths, names, method, options)
 
     return consistency.prepare(make_source)
 
@@ -140,7 +141,7 @@ def npy(
     def make_source() -> RowSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         method = ReadMethod(block, mpi_io, readers)
-        data = named(x, y)
+        data = x if y is None else (x, y)
         paths = [path for _, path in leaves(data, "data")]
 
         def look(_: str, names: Sequence[str]) -> list[RowSegment]:
