@@ -345,10 +345,10 @@ def run_everything(suite: Suite, is_short: bool) -> None:
         suite.run_here("one process", *workers(2), "tests/house", "tests/unit", *marks)
     # Tests that start jobs mostly wait, those of tests/hosts for minutes: they come first. Only the
     # whole set makes the fault table.
-    of_jobs = [*workers(2), *ONCE_MORE, "tests/hosts", "tests/jobs", *short]
+    of_jobs = [*workers(3), *ONCE_MORE, "tests/hosts", "tests/jobs", *short]
     table = ["--fault-table", "check"] if suite.is_whole else []
     with beside(lambda: suite.run_here("jobs", *of_jobs, quiet=True)):
-        suite.run_here("faults", *workers(3), *ONCE_MORE, "tests/faults", *table, *short, lean=True)
+        suite.run_here("faults", *workers(2), *ONCE_MORE, "tests/faults", *table, *short, lean=True)
     for name, job in jobs.items():
         if job.ranks > 1 and time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
             suite.run_job(name, files_of(name), marked=job.short if is_short else job.marked)
