@@ -54,45 +54,23 @@ class Backend(Protocol):
     name: str
 
     def pin_device(self, local_rank: int, local_size: int) -> str | None:
-        """Makes this process use the GPU of its local rank.
-
-        Does nothing if there is no GPU or the user has chosen one.
-
-        Returns:
-            A warning with the remedy; `None` if the device could be pinned.
-        """
+        """Makes this process use its local rank's GPU, if none is chosen; returns a warning."""
 
     def gpu_number(self) -> int | None:
-        """Returns the GPU of this process, a number among those that the driver shows to it.
-
-        `None` if the framework uses none.
-        """
+        """Returns the GPU of this process among those that the driver shows to it; `None`: none."""
 
     def limit_threads(self, count: int, override: bool) -> None:
-        """Sets the size of the compute pool.
-
-        Does nothing if the pool is running, or if the user has set the size and `override` is
-        false.
-        """
+        """Sets the size of the compute pool, unless it runs, or is set and `override` is false."""
 
     def finish_calls(self) -> None:
-        """Waits for the host callbacks of all programs that this thread has started.
-
-        By default programs return after their host calls.
-        """
+        """Waits for host callbacks of programs of this thread; by default they have returned."""
         return
 
     def host_array(self, tensor: Any) -> np.ndarray:
-        """Returns the array of a tensor: a view where it lies in host memory, otherwise a copy.
-
-        The array must not be written to, nor held until the next train step.
-        """
+        """Returns the array of a tensor, in place on the host: do not write to it, nor hold it."""
 
     def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns tensors as arrays of the engine, all on the host or all in GPU memory.
-
-        The arrays must not be written to, nor held until the next train step.
-        """
+        """Returns tensors as arrays, all on the host or all in GPU memory; see `host_array`."""
 
     def tensor_of(self, array: Any, like: Any) -> Any:
         """Returns an array of the engine as a tensor that is where another one is."""
@@ -134,13 +112,9 @@ class Backend(Protocol):
     def differentiable_host_callback(
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
-        """Adds a host function, and its gradient, to a computation.
+        """Adds a host function of an array, and its gradient, to a computation.
 
         A rank calls such functions in program order, and those of gradients in reverse order.
-
-        Args:
-            forward: a function of the tensor's array; it returns a new array of the same shape and
-                dtype.
         """
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
@@ -153,17 +127,10 @@ class Backend(Protocol):
         tensors: Sequence[Any],
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Any]:
-        """Adds a host function of several arrays to a train step.
-
-        Args:
-            shapes: of the results.
-        """
+        """Adds a host function of several arrays, with results of `shapes`, to a train step."""
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-        """Returns tensors that are computed only after another tensor.
-
-        By default the host is called in program order.
-        """
+        """Returns tensors that are computed only after another, as by default in program order."""
         return list(tensors)
 
     def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
@@ -184,10 +151,7 @@ class Backend(Protocol):
         return [gradient * factor for gradient in gradients]
 
     def check_model(self, model: Any) -> None:
-        """Checks that nothing else averages the gradients of a model over processes.
-
-        By default nothing does: JAX averages only under `keras.distribution`.
-        """
+        """Checks that nothing else averages a model's gradients, as JAX does in a distribution."""
         return
 
     def train_step_for_host(
@@ -199,10 +163,7 @@ class Backend(Protocol):
         """
 
     def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which Keras makes a test function that may call the host.
-
-        By default a compiled step may.
-        """
+        """Returns a context in which Keras makes a test function that may call the host."""
         return contextlib.nullcontext()
 
     def between_steps(
@@ -212,15 +173,10 @@ class Backend(Protocol):
         values: tuple[Any, ...] = (),
         others: Sequence[Any] = (),
     ) -> tuple[Any, ...]:
-        """Calls a function that assigns variables between two train steps.
+        """Calls a function that assigns variables, `others` as well, between two train steps.
 
-        Args:
-            values: the arguments or results of a train function of the model. Those of JAX have its
-                state in place of its variables.
-            others: variables that the function assigns besides those of the model.
-
-        Returns:
-            The values, with the state as assigned.
+        Returns `values`, the arguments or results of a train function of the model, as assigned:
+        those of JAX have the state of the model in place of its variables.
         """
         work()
         return values
@@ -234,18 +190,10 @@ class Backend(Protocol):
         """Takes the batches of a call of the train function without training on them."""
 
     def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the batch that a train function is about to take.
-
-        Returns:
-            The batch, as nested tensors, or `None` if it is inaccessible; and the arguments to pass
-            to the train function instead, which include the batch.
-        """
+        """Returns the next batch of a train function, if accessible, and its further arguments."""
 
     def build_from(self, model: Any, batches: Any) -> None:
-        """Creates the variables of a model from the shapes of its data, without consuming any.
-
-        By default Keras has done so before `fit` calls callbacks.
-        """
+        """Creates a model's variables from the shapes of its data; by default Keras has done so."""
         return
 
 
@@ -281,11 +229,7 @@ def use(name: str) -> None:
 
 
 def in_use() -> list[Backend]:
-    """Returns the backends whose devices and threads this process uses.
-
-    These are the registered ones (see `use`), and that of Keras if Keras is imported or no backend
-    is registered.
-    """
+    """Returns the backends whose devices and threads this process uses; see `use`."""
     backends = [_load(name) for name in _named]
     if (not backends or "keras" in sys.modules) and active() not in backends:
         backends.append(active())

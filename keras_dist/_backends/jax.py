@@ -121,20 +121,17 @@ class Jax(Backend):
     name = "jax"
 
     def pin_device(self, local_rank: int, local_size: int) -> str | None:
-        """Makes JAX see only the GPU of the local rank."""
         return choose_gpu(local_rank, local_size)
 
     def gpu_number(self) -> int | None:
         return 0 if counts_host_memory() else number_of_gpu()
 
     def limit_threads(self, count: int, override: bool) -> None:
-        """Sets the size of XLA's pool, if JAX has not been used."""
         # XLA reads this variable when it creates the CPU client; there is no other way.
         if override or "NPROC" not in os.environ:
             os.environ["NPROC"] = str(count)
 
     def finish_calls(self) -> None:
-        """Waits for programs with host callbacks."""
         # The error of a program is raised where its results are used.
         with contextlib.suppress(Exception):
             jax.effects_barrier()
@@ -157,10 +154,7 @@ class Jax(Backend):
         reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
         when: Any = None,
     ) -> list[Any]:
-        """Reduces gradients, last gradient first.
-
-        A bucket that overlaps is a host call of its own.
-        """
+        """Reduces gradients, the last first; a bucket that overlaps is a host call of its own."""
         backwards = [jax.numpy.asarray(gradient) for gradient in reversed(gradients)]
         if not backwards:
             return []
@@ -189,7 +183,6 @@ class Jax(Backend):
         return [reduced[index] for index in positions]
 
     def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:
-        """Makes sparse gradients dense."""
         from keras import ops
 
         return [g if g is None else ops.convert_to_tensor(g, sparse=False) for g in gradients]
@@ -209,7 +202,6 @@ class Jax(Backend):
     def differentiable_host_callback(
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
-        """Splits the step at the call and at its gradient."""
 
         def call(function: HostFunction, local: Any) -> Any:
             def apply(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -231,7 +223,6 @@ class Jax(Backend):
         tensors: Sequence[Any],
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Any]:
-        """Splits the step at the call."""
 
         def apply(arrays: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
             return function(*arrays)
@@ -246,7 +237,6 @@ class Jax(Backend):
         values: tuple[Any, ...] = (),
         others: Sequence[Any] = (),
     ) -> tuple[Any, ...]:
-        """Calls a function that reads and assigns the state of a trainer as variables."""
         place = next((at for at, each in enumerate(values) if isinstance(each, tuple)), None)
         if place is None:
             work()
@@ -273,10 +263,7 @@ class Jax(Backend):
     def train_step_for_host(
         self, model: Any, with_rows: Callable[..., Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Compiles the step as programs around the reduction.
-
-        Keras, which would compile the step as one program, receives the compiled step.
-        """
+        """Gives Keras a step that is compiled as programs around the reduction."""
         if not model.jit_compile or model.run_eagerly:
             return contextlib.nullcontext()
         step = split_at(_reduction, _start, model.train_step, _traits)
@@ -296,7 +283,6 @@ class Jax(Backend):
         return logs, state
 
     def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Takes a batch from the iterator and prepends it again."""
         state, batches = arguments
         if not isinstance(batches, Iterator):  # earlier versions of Keras pass a list
             return (batches[0] if batches else None), (state, batches)

@@ -30,12 +30,9 @@ def call_host(
     shapes: Sequence[tuple[int, ...]],
     into: WritingCall | None = None,
 ) -> list[Any]:
-    """Adds a call of the host to a program that is traced.
+    """Adds a host call, with results of `shapes` and the dtypes of `arrays`, to a traced program.
 
-    Args:
-        function: a function of numpy arrays, which it must neither change nor keep; it returns an
-            array for each of `shapes`, with the dtypes of `arrays`.
-        shapes: shapes of the results.
+    The function must neither change nor keep its arrays.
     """
     return list(_host_call.bind(*arrays, function=function, shapes=tuple(shapes), into=into))
 

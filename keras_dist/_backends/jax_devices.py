@@ -30,10 +30,7 @@ DRIVERS = {
 
 
 def choose_gpu(local_rank: int, local_size: int) -> str | None:
-    """Makes the GPU of the local rank the only one that JAX sees, if several ranks share a node.
-
-    If JAX has created its client, makes the GPU the default device instead.
-    """
+    """Makes the GPU of the local rank the only one of JAX, or its default if JAX has a client."""
     if jax.config.jax_default_device is not None:
         return None
     if has_client():
@@ -52,10 +49,7 @@ def choose_gpu(local_rank: int, local_size: int) -> str | None:
 
 
 def number_of_gpu() -> int | None:
-    """Returns the GPU of this process among those that the driver shows; `None` if there is none.
-
-    Creates no client.
-    """
+    """Returns the GPU of this process among those of the driver, if any; creates no client."""
     default = jax.config.jax_default_device
     if default is not None or has_client():
         gpus = [default] if isinstance(default, jax.Device) else _gpus_of_client()
@@ -108,10 +102,7 @@ def _load(name: str) -> ctypes.CDLL:
 
 
 def _count(platform: str) -> int | None:
-    """Returns the number of GPUs that a driver shows to this process; `None` if it is unavailable.
-
-    The query creates no context on a GPU and respects variables such as `CUDA_VISIBLE_DEVICES`.
-    """
+    """Returns how many GPUs a driver shows, without a context on them; `None` if it is missing."""
     name, start, count_devices = DRIVERS[platform]
     count = ctypes.c_int(0)
     try:

@@ -52,10 +52,7 @@ def _sum_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Reduces the gradients of a plan, bucket by bucket.
-
-    TensorFlow keeps the host functions of every graph for the life of the process.
-    """
+    """Reduces gradients by bucket; TensorFlow keeps host functions for ever, so these are weak."""
     buckets = []
     for number, bucket in enumerate(fused.buckets):
         members = [slot.index for slot in bucket.slots]
@@ -140,7 +137,6 @@ class TensorFlow(Backend):
     name = "tensorflow"
 
     def pin_device(self, local_rank: int, local_size: int) -> str | None:
-        """Makes this process use the GPU of its local rank, with memory growth."""
         gpus = tf.config.list_physical_devices("GPU")
         visible = tf.config.get_visible_devices("GPU")
         if not gpus or (len(visible) < len(gpus)):
@@ -167,7 +163,6 @@ class TensorFlow(Backend):
         return int(visible[0].name.rpartition(":")[2]) if visible else None
 
     def limit_threads(self, count: int, override: bool) -> None:
-        """Sets the size of the intra-op pool."""
         threading = tf.config.threading
         chosen = (
             threading.get_intra_op_parallelism_threads() or "TF_NUM_INTRAOP_THREADS" in os.environ
@@ -204,11 +199,7 @@ class TensorFlow(Backend):
         reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
         when: Any = None,
     ) -> list[Any]:
-        """Reduces dense gradients by bucket and `IndexedSlices` by rows.
-
-        The last gradient comes first: backpropagation produces it
-        first, so its bucket does not wait for the others.
-        """
+        """Reduces dense gradients by bucket, then rows; the last one, ready first, comes first."""
         refuse_strategy("gradients that keras_dist alone averages")
         reduced: dict[int, Any] = {}
         shapes = [tuple(variable.shape) for variable in variables]
@@ -227,7 +218,6 @@ class TensorFlow(Backend):
         return [reduced[i] for i in range(len(gradients))]
 
     def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns `IndexedSlices` of tensors."""
         return [gradient if gradient is None else _as_tensor(gradient) for gradient in gradients]
 
     def form_of(self, gradient: Any) -> tuple[str, str | None]:
@@ -248,7 +238,6 @@ class TensorFlow(Backend):
     def differentiable_host_callback(
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
-        """Adds a host call with a gradient."""
 
         def call(function: HostFunction, local: Any) -> Any:
             return on_host(function, [local], [local.shape], on_device=on_device)[0]
@@ -261,7 +250,6 @@ class TensorFlow(Backend):
         return differentiable(tf.convert_to_tensor(tensor))
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
-        """Calls a function without AutoGraph."""
         return tf.autograph.experimental.do_not_convert(function)()
 
     def call_host(
@@ -270,11 +258,9 @@ class TensorFlow(Backend):
         tensors: Sequence[Any],
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Any]:
-        """Adds a host call."""
         return on_host(function, [tf.convert_to_tensor(tensor) for tensor in tensors], shapes)
 
     def when(self, condition: Any, work: Callable[[], None]) -> None:
-        """Adds a branch to the graph."""
 
         def taken() -> Any:
             work()
@@ -283,24 +269,19 @@ class TensorFlow(Backend):
         tf.cond(condition, taken, lambda: tf.constant(0))
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-        """Adds a control dependency."""
         with tf.control_dependencies([earlier]):
             return [tf.identity(tensor) for tensor in tensors]
 
     def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
-        """Sums the rows of equal index in `IndexedSlices`."""
         return [_sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
     def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
-        """Makes `IndexedSlices` dense."""
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     def multiply(self, gradients: Sequence[Any], factor: float) -> list[Any]:
-        """Multiplies gradients, including `IndexedSlices`, by a number."""
         return [tf.math.scalar_mul(factor, gradient) for gradient in gradients]
 
     def check_model(self, model: Any) -> None:
-        """Refuses a model of a strategy of `tf.distribute`."""
         refuse_strategy(f"a model whose gradients keras_dist alone averages, {model.name!r}", model)
 
     def train_step_for_host(
@@ -312,7 +293,6 @@ class TensorFlow(Backend):
         return test_step_for_host(model)
 
     def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> dict[str, Any]:
-        """Takes batches from the iterator."""
         [iterator] = arguments
         next(iterator)  # StopIteration ends the epoch, but an execution may be incomplete
         for _ in itertools.islice(iterator, count - 1):

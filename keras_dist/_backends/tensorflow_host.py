@@ -62,10 +62,7 @@ def uses_gpu() -> bool:
 def call_on_device(
     function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any], name: str
 ) -> Any:
-    """Adds a call of a function of the engine's arrays to a graph, or calls it eagerly.
-
-    An eager call raises what the function raises, which an operation makes an error of TensorFlow.
-    """
+    """Adds a call on the engine's arrays to a graph, or calls it, which raises its own errors."""
     call = functools.partial(_call_on_engine_arrays, function)
     if tf.executing_eagerly():
         return call(*map(tf.convert_to_tensor, tensors))
@@ -159,13 +156,8 @@ def on_host(
 ) -> list[Any]:
     """Runs a function of numpy arrays on tensors: eagerly, or when the graph runs.
 
-    Args:
-        function: takes an array for each tensor; returns a list with an array for each of
-            `shapes`, or a single array.
-        shapes: of the results; an unknown dimension is `None`.
-        buffers: lists of indices of results that are views of one buffer, which belongs to the
-            graph, in the order of their addresses. Their dtypes are equal, their shapes known.
-            Defaults to none.
+    Each of `buffers` lists results that are views of one buffer, which belongs to the graph, in the
+    order of their addresses. Their dtypes are equal, their shapes known.
     """
     if _compiling:
         raise HostCalled
@@ -212,10 +204,7 @@ def _call(
 def _runs(
     buffers: Sequence[Sequence[int]], shapes: Sequence[Any], dtypes: Sequence[Any]
 ) -> list[list[int]]:
-    """Returns lists of indices of results to be joined: two or more of a buffer.
-
-    Each result fills whole cache lines.
-    """
+    """Returns lists of two or more results of a buffer to join, which fill whole cache lines."""
     runs: list[list[int]] = []
     for buffer in buffers:
         runs.append([])
@@ -280,11 +269,7 @@ class QueuedBuckets:
     def results(
         self, number: int, tensors: Sequence[tf.Tensor], shapes: Sequence[Any], buffers: Any
     ) -> list[tf.Tensor]:
-        """Adds an operation that waits for a bucket; call it when all have been queued.
-
-        Args:
-            shapes: their shapes.
-        """
+        """Adds an operation that waits for a bucket; call it when all have been queued."""
 
         def wait(*_: Any) -> list[Any]:
             reduced: list[Any] = self._handles.pop(number).wait()

@@ -31,11 +31,7 @@ WithRows = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def train_step_for_host(model: Any, with_rows: WithRows) -> Iterator[None]:
-    """Compiles the parts of the step before and in the update.
-
-    Keras, which would compile the step as one program, receives a step that is not to be compiled.
-    A step that cannot be split runs without XLA, with a warning.
-    """
+    """Gives Keras a step of two compiled programs or, with a warning, one without XLA."""
     if not model.jit_compile or model.run_eagerly:
         yield
         return
@@ -164,11 +160,7 @@ def _warn_once(why: str) -> None:
 
 
 def first_batch(count: int, iterator: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Takes the batches of one call and returns an iterator over them.
-
-    The new iterator has the same type, so that the train function is not traced again. That
-    requires dense tensors.
-    """
+    """Takes the batches of one call; an iterator of the same type over them needs no new trace."""
     specs = tf.nest.flatten(getattr(iterator, "element_spec", None))
     if not isinstance(iterator, tf.data.Iterator) or not all(
         isinstance(spec, tf.TensorSpec) for spec in specs

@@ -39,7 +39,6 @@ class Torch(Backend):
     name = "torch"
 
     def pin_device(self, local_rank: int, local_size: int) -> str | None:
-        """Makes the GPU of the local rank the default CUDA device."""
         gpus = torch.cuda.device_count()
         if gpus == 0:
             return None
@@ -54,7 +53,6 @@ class Torch(Backend):
         return torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def limit_threads(self, count: int, override: bool) -> None:
-        """Sets the size of the intra-op pool."""
         if override or not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ):
             torch.set_num_threads(count)
 
@@ -77,7 +75,6 @@ class Torch(Backend):
         reduce_slices: Callable[[str, np.ndarray, np.ndarray], Sequence[np.ndarray]],
         when: Any = None,
     ) -> list[Any]:
-        """Reduces dense gradients by bucket and sparse ones by rows, last gradient first."""
         reduced: dict[int, torch.Tensor] = {}
         backwards = range(len(gradients) - 1, -1, -1)
         dense = [i for i in backwards if not gradients[i].is_sparse]
@@ -121,7 +118,6 @@ class Torch(Backend):
     def differentiable_host_callback(
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
-        """Calls the host, with a gradient."""
         if tensor.is_meta:  # Keras infers shapes
             return torch.empty_like(tensor)
         take: Any = to_array if on_device else to_numpy
@@ -143,7 +139,6 @@ class Torch(Backend):
         tensors: Sequence[Any],
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Any]:
-        """Calls the host."""
         results = function(*[to_numpy(tensor) for tensor in tensors])
         return [to_torch(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
 
@@ -155,20 +150,16 @@ class Torch(Backend):
         values: tuple[Any, ...] = (),
         others: Sequence[Any] = (),
     ) -> tuple[Any, ...]:
-        """Calls a function without recording it for gradients."""
         work()
         return values
 
     def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
-        """Sums the rows of equal index."""
         return [g.coalesce() if g.is_sparse else g for g in gradients]
 
     def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
-        """Makes sparse gradients dense."""
         return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
 
     def check_model(self, model: Any) -> None:
-        """Refuses a model whose gradients torch averages."""
         from keras_dist._compat.keras.models import layers_of, may_become_ddp
 
         expected = f"a model whose gradients keras_dist alone averages, {model.name!r}"
@@ -204,7 +195,6 @@ class Torch(Backend):
         return logs
 
     def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the first batch of Keras' list."""
         [batches] = arguments
         return (batches[0] if isinstance(batches, list) and batches else None), (batches,)
 

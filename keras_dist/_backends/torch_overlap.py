@@ -62,11 +62,7 @@ def reduce_dense(
 
 
 class ReadyGradients:
-    """The gradients of a plan that are ready; queues each bucket when it is complete.
-
-    Buckets are queued in the order of the plan, the same on all ranks, whatever the order in which
-    gradients become ready.
-    """
+    """The gradients of a plan that are ready; queues complete buckets in the order of the plan."""
 
     def __init__(self, fused: Any):
         self._fused = fused

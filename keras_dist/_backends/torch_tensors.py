@@ -113,10 +113,7 @@ def write_all(tensors: Sequence[torch.Tensor], values: Sequence[np.ndarray | tor
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the values of a coalesced sparse tensor, and an index for each.
-
-    Several sparse dimensions are flattened in row-major order.
-    """
+    """Returns the values of a coalesced sparse tensor, with the row-major index of each."""
     values, indices = to_numpy(tensor.values()), to_numpy(tensor.indices())
     shape = tensor.shape[: tensor.sparse_dim()]
     flat = indices[0] if len(shape) == 1 else np.ravel_multi_index(tuple(indices), shape)
@@ -181,10 +178,7 @@ def to_array(tensor: torch.Tensor) -> np.ndarray | DeviceArray:
 
 
 def to_tensor(array: np.ndarray | DeviceArray, like: torch.Tensor) -> torch.Tensor:
-    """Returns an array of the engine as a tensor of the dtype and device of `like`.
-
-    Later work of the current stream waits until the array has been written.
-    """
+    """Returns an array as a tensor like another, whose stream waits until it has been written."""
     if not isinstance(array, DeviceArray):
         return to_torch(array, like)
     tensor: torch.Tensor = array.finish(_stream_of(like))

@@ -92,11 +92,7 @@ def check_factors(
 
 
 def scaled(array: np.ndarray, factor: float) -> np.ndarray:
-    """Multiplies an array by a factor and keeps its dtype.
-
-    Integers are multiplied in float64 and truncated towards zero, floats narrower than 32 bits in
-    float32.
-    """
+    """Multiplies integers in float64, narrow floats in float32, and others; keeps the dtype."""
     if factor == 1:
         return array
     if np.issubdtype(array.dtype, np.integer):
@@ -129,28 +125,16 @@ def check_sum(op: ReduceOp, where: str, operation: str, remedy: str) -> None:
 
 
 def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
-    """Reduces the first axis.
-
-    Args:
-        rows: array of shape (number of ranks, count), in rank order.
-
-    Returns:
-        Array of shape (count,) and the dtype of `rows`.
-    """
+    """Reduces the first axis, which has the contributions in rank order."""
     result = np.empty(rows.shape[1:], rows.dtype)
     reduce_into(result, rows, op)
     return result
 
 
 def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -> None:
-    """Reduces arrays of equal length, one for each rank, in their order.
+    """Reduces flat arrays in rank order, of which at most two are used at a time, into another.
 
     All reductions of the engine use it, so all give the same bits.
-
-    Args:
-        result: array of shape (count,), of the dtype of the parts, written.
-        parts: arrays of shape (count,), in rank order. At most two are used at a time, so an
-            iterator may reuse their memory in turn.
     """
     reduce_each([(result, parts)], result.dtype, op)
 

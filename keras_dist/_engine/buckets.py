@@ -136,10 +136,7 @@ class BucketRange:
 def aligned_array(
     count: int, dtype: np.dtype, make: Callable[..., np.ndarray] = np.empty
 ) -> np.ndarray:
-    """Returns a new flat array that starts on a cache line.
-
-    TensorFlow and JAX copy other arrays.
-    """
+    """Returns a new flat array that starts on a cache line: TensorFlow and JAX copy others."""
     nbytes = count * dtype.itemsize
     memory = make(nbytes + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
@@ -170,21 +167,11 @@ def plan_buckets(
     groups: Sequence[Sequence[int]] = (),
     alone: bool = False,
 ) -> tuple[Bucket, ...]:
-    """Distributes a list of arrays over buckets.
+    """Distributes arrays, in their order, over buckets of one dtype; no array is cut.
 
-    Arrays keep their order. A bucket takes arrays of one dtype until it holds `bucket_nbytes` or
-    more; no array is cut.
-
-    Args:
-        specs: shape and dtype of each array.
-        bucket_nbytes: size in bytes at which a bucket is closed.
-        first_nbytes: the same for the first bucket, if it is smaller.
-        alone: whether each array of `bucket_nbytes` or more has a bucket of its own: it is sent
-            from where it lies, while a bucket of several arrays is copied together first.
-
-    Returns:
-        The buckets, in the order in which they are closed. Their slots have every index once;
-        offsets are multiples of 64 bytes and slots do not overlap.
+    A bucket is closed at `bucket_nbytes`, the first one at `first_nbytes`. If `alone`, an array of
+    `bucket_nbytes` or more has a bucket of its own: it is sent from where it lies, while several
+    arrays are copied together first. Offsets are multiples of 64 bytes.
     """
     group_of = {index: number for number, group in enumerate(groups) for index in group}
     closed: list[Bucket] = []

@@ -138,10 +138,7 @@ class Communicator:
         self.digests = DigestExchange(topology, self.node, self._decline)
 
     def connect(self, world: Any) -> None:
-        """Joins the ranks of an MPI communicator, and those of a node in shared memory.
-
-        Collective: every rank of `world`; blocks.
-        """
+        """Joins the ranks of an MPI communicator, and of a node in shared memory. Collective."""
         self.node = None
         # Set at once: a rank that sees another die meanwhile revokes what there is.
         self.topology = topology = Topology(world)
@@ -184,10 +181,7 @@ class Communicator:
         self.faults.joined = None
 
     def free(self) -> None:
-        """Frees the communicator. Collective: every rank; blocks.
-
-        Queued operations run first; the thread that runs them and all services end.
-        """
+        """Frees the communicator after its queued operations, and ends services. Collective."""
         self.order.close()
         if self.nccl is not None:
             self.nccl.close()

@@ -286,10 +286,7 @@ class Wire:
 
 
 def wire_for(compressor: Compressor, dtype: np.dtype, where: str) -> Wire:
-    """Returns the wire format of a dtype: only float32 and float64 are compressed.
-
-    Narrower floats have few bits, and integers must stay exact.
-    """
+    """Returns the wire of a dtype: narrow floats have few bits, and integers must stay exact."""
     compressed = dtype.kind == "f" and dtype.itemsize in (4, 8)
     return Wire(compressor if compressed else Compression.none, dtype, where)
 

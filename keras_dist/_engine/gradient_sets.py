@@ -55,12 +55,7 @@ def union(sets: Sequence[GradientSet]) -> tuple[Form | None, ...]:
 def difference_of_sets(
     sets: Sequence[GradientSet], ranks: Sequence[int]
 ) -> tuple[int, str, str, str | None] | None:
-    """Finds a rank with which the others cannot continue.
-
-    Returns:
-        The rank, the expected and the received value, and the remedy, if it is a special one;
-        `None` if all can continue.
-    """
+    """Finds a rank that others cannot go on with: expected, received, and a special remedy."""
     first, standard = sets[0], f"as on rank {ranks[0]}"
     for rank, other in zip(ranks, sets, strict=True):
         if other.keys != first.keys:

@@ -37,10 +37,7 @@ def add_error(gradient: np.ndarray, error: np.ndarray, total: np.ndarray) -> boo
 
 
 def orthonormal(matrix: np.ndarray) -> np.ndarray:
-    """Returns an orthonormal basis of the columns of a matrix; dependent columns become zero.
-
-    The same bits on every processor.
-    """
+    """Returns an orthonormal basis of columns, zero where dependent, alike on every processor."""
     columns = np.ascontiguousarray(matrix.T, np.float64)
     largest = np.abs(columns).max(initial=0.0)
     if largest == 0:
@@ -73,11 +70,8 @@ def split(
 ) -> None:
     """Divides a matrix into what all ranks apply, written in its place, and the error of this one.
 
-    Args:
-        left: orthonormal columns.
-        own: the product of the transposed matrix of this rank and `left`.
-        shared: the reduced products of all ranks; the result is the product of `left` with them,
-            with the same bits on every processor.
+    `own` is the product of the transposed matrix of this rank and the orthonormal `left`, `shared`
+    that of all ranks, reduced; its product with `left` has the same bits on every processor.
     """
     rights = np.ascontiguousarray(shared.T)
     height = max(1, BLOCK_COUNT // total.shape[1])

@@ -104,11 +104,7 @@ class RowMemory:
     def shared(
         self, nbytes: int, node: Node, agree: Callable[[str | None], str | None]
     ) -> tuple[np.ndarray | None, str | None]:
-        """Returns memory that all ranks of a node see. Collective: every rank of all nodes.
-
-        Returns:
-            A uint8 array and `None`, or `None` and the reason; the same on all ranks.
-        """
+        """Returns memory that all ranks of a node see, or the reason. Collective: all nodes."""
         if self._segment is None or self._segment.memory.size < nbytes:
             self._segment = None  # before the new one: both may not fit
             segment, reason = node.segment(_with_reserve(nbytes))

@@ -130,14 +130,11 @@ def _lost(comm: "Communicator", peer: int, call: CollectiveSignature) -> errors.
 
 
 def clock_offset(comm: Communicator) -> tuple[int, int]:
-    """Measures the offset of `time.perf_counter_ns` of this rank from that of rank 0.
+    """Measures the clock of this rank minus that of rank 0, and the error, in nanoseconds.
 
     Collective: every rank; blocks. Each rank asks rank 0 for the time repeatedly. The answer with
     the shortest round trip counts; its error is half of that time. An offset within the error is
     0, as the processes of a node share their clock.
-
-    Returns:
-        The offset and its error, in nanoseconds.
     """
     with comm.lock:
         if comm.rank > 0:

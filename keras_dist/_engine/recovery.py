@@ -58,10 +58,7 @@ def is_loss(comm: "Communicator", error: BaseException) -> bool:
 
 
 def agree(comm: "Communicator", fine: bool) -> bool:
-    """Returns whether all ranks are alive and have succeeded; the same on all ranks.
-
-    Collective: every rank that is alive; blocks.
-    """
+    """Returns whether all ranks are alive and have succeeded, on all that are. Collective."""
     return _agree(comm.mpi, comm.world, fine)
 
 
@@ -80,10 +77,7 @@ def leave(comm: "Communicator") -> None:
 
 
 def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
-    """Rebuilds a communicator from the surviving ranks. Collective: all of them; blocks.
-
-    If another rank dies meanwhile, all start again without it.
-    """
+    """Rebuilds a communicator from the survivors, again if one dies. Collective; blocks."""
     if comm.subsets:
         raise errors.RankLostError(
             comm.where(),
@@ -193,10 +187,7 @@ class Retry:
         needs_no_mpi: Callable[[], bool] = lambda: False,
         lasting: Callable[[], Any] = lambda: None,
     ) -> R:
-        """Runs an operation, again if a rank dies, until it has ended on all ranks that are alive.
-
-        Collective, as the operation itself.
-        """
+        """Runs an operation, again if a rank dies, until it has ended on all alive. Collective."""
         with self._comm.lock:
             if self._is_nested:
                 return work()  # part of another operation

@@ -122,9 +122,6 @@ class Inquiries(Generic[A]):
     A rank answers at once for itself, asks the ranks below it, and sends their answers together. A
     rank that does not answer in time, because it is stopped for example, hides no other: the rank
     above it asks those below it instead.
-
-    Args:
-        patience: seconds that a rank has to answer for itself.
     """
 
     def __init__(
@@ -231,10 +228,6 @@ class Alarms:
     Equal alarms of several ranks are passed on once, so that the root of many ranks receives a few.
     A rank that does not confirm an alarm is left out: the sender turns to the root itself, and if
     the root does not confirm either, to the next rank as the root.
-
-    Args:
-        patience: seconds until a confirmation.
-        period: seconds between the alarms of a rank that keeps waiting, before the limit.
     """
 
     def __init__(

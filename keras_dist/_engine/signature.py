@@ -115,11 +115,7 @@ _LABELS = {
 def difference(
     calls: Sequence[CollectiveSignature], ranks: Sequence[int]
 ) -> tuple[int, str, str] | None:
-    """Finds the first rank whose operation differs from that of the first rank.
-
-    Returns:
-        The rank, the expected and the received value as text; `None` when all agree.
-    """
+    """Finds the first rank whose operation differs, with the expected and the received text."""
     first, standard = calls[0], f"as on rank {ranks[0]}"
     for rank, call in zip(ranks, calls, strict=True):
         if call.digest != first.digest:

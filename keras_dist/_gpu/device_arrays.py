@@ -30,11 +30,7 @@ class Completion(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Concatenation:
-    """How a framework joins arrays: by one operation, where the engine would copy each array.
-
-    Args:
-        part: returns the view of a shape at an offset of a flat array.
-    """
+    """How a framework joins arrays, and views a part, by one operation; the engine copies each."""
 
     join: Callable[[Sequence["DeviceArray"], Sequence[int], int], "DeviceArray"]
     part: Callable[["DeviceArray", int, tuple[int, ...]], "DeviceArray"]

@@ -42,15 +42,9 @@ def host_callback(
     shapes: Sequence[tuple[int, ...]],
     into: Callable[[list[np.ndarray], list[np.ndarray]], None] | None = None,
 ) -> list[Any]:
-    """Runs a collective on JAX arrays.
+    """Runs a collective of numpy arrays, in place, on JAX arrays; in `jax.jit`, in program order.
 
-    The arrays are read in place. Inside `jax.jit`, the collective is a host call in program order,
-    so that all ranks call collectives in the same order.
-
-    Args:
-        function: a function of a list of numpy arrays, which returns an array for each of `shapes`.
-        shapes: shapes of the results inside `jax.jit`; outside, the results may have other shapes.
-            The dtypes are those of `arrays`.
+    Results have the dtypes of `arrays` and, inside `jax.jit`, these `shapes`.
     """
     given = [jax.numpy.asarray(array) for array in arrays]
     if not _is_traced(given):

@@ -22,10 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def face(operation: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorates a framework's form of an operation: it has its description, and its errors.
-
-    See `described_by` and `raises_on_all`.
-    """
+    """Decorates a framework's form of an operation; see `described_by` and `raises_on_all`."""
 
     def declare(function: F) -> F:
         declared: Any = raises_on_all(described_by(operation)(function))
@@ -96,13 +93,7 @@ class Reduction:
 def rows_before(
     lengths: Sequence[int], name: str | None, process_set: ProcessSet | None
 ) -> np.ndarray:
-    """Returns, for each gathered array, how many rows come from the ranks before this one.
-
-    Collective: every rank; blocks.
-
-    Args:
-        lengths: the rows of each array on this rank.
-    """
+    """Returns how many rows of each gathered array are of the ranks before this one. Collective."""
     before = runtime.communicator(process_set).rank
     counts: np.ndarray = ops.allgather(np.array([lengths]), name, process_set)
     return counts[:before].sum(0)
@@ -114,10 +105,7 @@ def own_rows(
     name: str | None,
     process_set: ProcessSet | None,
 ) -> list[np.ndarray]:
-    """Returns the gradients of gathered arrays: averaged over ranks, the rows of this one.
-
-    Collective: every rank; blocks.
-    """
+    """Returns this rank's rows of the averaged gradients of gathered arrays. Collective; blocks."""
     averaged = ops.grouped_allreduce(gradients, name=name, process_set=process_set)
     starts = rows_before(lengths, name, process_set)
     triples = zip(averaged, starts, lengths, strict=True)

@@ -37,12 +37,8 @@ class GradientPlans:
     ) -> _engine.FusedAllreduce:
         """Returns the plan for some gradients.
 
-        Args:
-            specs: shape and dtype of each gradient.
-            keys: what tells the variables apart on this rank; `None` for an array that is no
-                gradient.
-            brought: which gradients these are; ranks that differ in it may adapt. Defaults to
-                `None`: the ranks compare shapes and dtypes.
+        A key tells a variable apart on this rank; that of an array that is no gradient is `None`.
+        Ranks that differ in what is `brought` may adapt.
         """
         compression = self._options.gradient_compression
         of = None if compression is None else tuple(keys)

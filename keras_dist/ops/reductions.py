@@ -182,10 +182,7 @@ def _reduce(
 def _short_path(
     comm: _engine.Communicator, key: Any, array: np.ndarray, out: np.ndarray | None
 ) -> Any:
-    """Returns the short path of a call like an earlier one; `None` to go the ordinary way.
-
-    The ordinary way also raises the errors of arguments that do not fit.
-    """
+    """Returns the short path of a call like an earlier one; `None`: the ordinary way checks it."""
     run = comm.fast_calls.get(key)
     if out is None or run is None:
         return run

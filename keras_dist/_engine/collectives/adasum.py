@@ -32,18 +32,11 @@ def adasum(
     options: OpOptions,
     notices: bool = False,
 ) -> list[np.ndarray]:
-    """Combines each array of all ranks by Adasum. Collective: every rank; blocks.
+    """Combines each array of all ranks by Adasum, on the host. Collective: every rank; blocks.
 
     For two ranks with vectors a and b the result is
     `a * (1 - a.b / (2 |a|^2)) + b * (1 - a.b / (2 |b|^2))`; the factor of a vector of zeros
     is 1. It is computed in float64 and rounded once.
-
-    Args:
-        arrays: arrays of floats of this rank, of which those in GPU memory are copied to the host;
-            shapes and dtypes must agree.
-
-    Returns:
-        New arrays on the host of the same shapes and dtypes, bit-equal on all ranks.
 
     Reference:
         Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.

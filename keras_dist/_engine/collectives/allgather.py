@@ -32,12 +32,9 @@ CUT_NBYTES = 512
 class FusedAllgather:
     """Gathers the same list of arrays repeatedly; each rank contributes a slice.
 
-    Arrays of one dtype are laid out in a row, which is cut into a slice for each rank. So a rank
-    has one contiguous part of each array, which may be empty, and all ranks have slices of about
-    the same length, see `CUT_NBYTES`.
-
-    On one node a rank writes its slice into shared memory and reads the others in place: one
-    rendezvous, a barrier and no copy. Rows of results are used as those of `bucket_reduction`.
+    Arrays of one dtype lie in a row, which is cut into slices of about the same length, see
+    `CUT_NBYTES`. On one node a rank writes its slice into shared memory and reads the others in
+    place: one rendezvous, a barrier and no copy. Rows are used as those of `bucket_reduction`.
     """
 
     def __init__(
@@ -79,11 +76,7 @@ class FusedAllgather:
         raise IndexError(index)
 
     def __call__(self, slices: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Gathers the list. Collective: every rank; blocks.
-
-        Returns:
-            The whole arrays, in their shapes. Their memory is not written while they are in use.
-        """
+        """Gathers the list, in memory that is not written while in use. Collective; blocks."""
         if (comm := self._ranks()) is not self._comm:
             self._connect(comm)
         return retry(self._comm, functools.partial(self._gather, slices))

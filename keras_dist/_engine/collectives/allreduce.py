@@ -186,16 +186,9 @@ def allreduce(
     bucket_nbytes: int,
     repeat: Hashable | None = None,
 ) -> list[np.ndarray]:
-    """Reduces a list of arrays. Collective: every rank; blocks.
+    """Reduces a list of arrays into new ones. Collective: every rank; blocks.
 
     The plans of recent calls are kept. Their memory is that of all single calls, by size.
-
-    Args:
-        arrays: arrays of this rank; shapes and dtypes must agree.
-        bucket_nbytes: size in bytes at which a bucket is closed.
-
-    Returns:
-        New arrays of the same shapes and dtypes, bit-equal on all ranks.
     """
     if not arrays:
         rendezvous(comm, options.signature("allreduce", spares=True))

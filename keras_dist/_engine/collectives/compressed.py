@@ -44,10 +44,7 @@ from keras_dist._engine.signature import BucketOptions, OpOptions
 class CompressedAllreduce(FusedAllreduce):
     """Reduces the same list of gradients repeatedly, compressed with error feedback.
 
-    Args:
-        keys: what tells the variables of the gradients apart on this rank; `None` for an array
-            that is no gradient.
-        feedback: the errors, which the plans of an optimizer share.
+    The plans of an optimizer share the errors. A key tells a variable apart on this rank.
     """
 
     def __init__(

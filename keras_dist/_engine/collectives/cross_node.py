@@ -49,11 +49,7 @@ class Widening:
         self.factor = self.bucket.nbytes / max(1, bucket.nbytes)
 
     def widen(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Packs arrays into a new array in the dtype of the sums.
-
-        Returns:
-            Array of shape (bucket.count,).
-        """
+        """Packs arrays into a new flat array in the dtype of the sums."""
         with spans.phase("copy in"), np.errstate(all="ignore"):
             flat = self._narrow.pack(arrays)
             if self._is_halved:
@@ -142,10 +138,7 @@ class CrossNodeReduction:
 
     @property
     def whole_nbytes(self) -> int | None:
-        """Up to which size every rank of a node reduces a whole bucket; `None`: as on one node.
-
-        Larger ones, and all where nodes have different numbers of ranks, are reduced in slices.
-        """
+        """Up to which size each rank of a node reduces a bucket whole; `None`: as on one node."""
         if self._comm.is_one_node:
             return None
         if not self._comm.topology.is_homogeneous:
@@ -181,10 +174,7 @@ class CrossNodeReduction:
         return longest * bucket.dtype.itemsize
 
     def reduce(self, number: int, source: np.ndarray, target: np.ndarray) -> None:
-        """Reduces a bucket over all ranks, without shared memory. Collective; blocks.
-
-        The order of sums is that of a reduction on each node first, so the bits are equal.
-        """
+        """Reduces a bucket by MPI, in the order of nodes: with equal bits. Collective; blocks."""
         sums, wire = Combination(self._op), self._wire(number, source.dtype)
         is_own = is_own_accumulator(source.dtype, self._op)
         # Averages of integers are reduced over all ranks at once: the sum of a node may overflow.
@@ -195,10 +185,7 @@ class CrossNodeReduction:
         self._reduce(self._comm.world, source, target, sums, wire)
 
     def finish(self, number: int) -> Finish | None:
-        """Returns a function that reduces this rank's slice of a bucket over all nodes, in place.
-
-        `None` on one node, where nothing is left to do, and for ranks without a slice.
-        """
+        """Returns a function that reduces this rank's slice over nodes, in place, if it has one."""
         if self._comm.is_one_node:
             return None
         topology, wire = self._comm.topology, self._wire(number, self.buckets[number].dtype)
@@ -230,10 +217,7 @@ class CrossNodeReduction:
         return 1 if is_divided_later or self.op_on_node is self._op else self._comm.size
 
     def _wire(self, number: int, dtype: np.dtype) -> Wire:
-        """Returns the wire format of a bucket.
-
-        Called after the rendezvous: a faulty compressor is faulty on all ranks, so all raise.
-        """
+        """Returns the wire; after the rendezvous, so a faulty compressor raises on all ranks."""
         if number not in self._wires:
             bucket = self.buckets[number]
             compressed = not self._comm.is_one_node and bucket.nbytes > SMALL_NBYTES

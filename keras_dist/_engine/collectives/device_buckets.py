@@ -38,9 +38,6 @@ class HostPieces:
     """The pieces of a large bucket, of which each is a bucket of a plan on the host.
 
     While the host reduces a piece, the GPU copies the next one down and the last one up.
-
-    Attributes:
-        comm: the ranks.
     """
 
     def __init__(self, fused: Any, plan: BucketOptions, number: int):
@@ -68,10 +65,7 @@ class HostPieces:
         )
 
     def count(self, arrays: Sequence[DeviceArray]) -> int:
-        """Returns the number of pieces of the array in which those of the bucket are joined.
-
-        All arrays are one piece if the bucket is small, or if they are not joined.
-        """
+        """Returns the number of pieces: 1 if the bucket is small, or its arrays are not joined."""
         return len(self._bounds) if self._bounds and len(arrays) == 1 else 1
 
     def piece(self, number: int, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:

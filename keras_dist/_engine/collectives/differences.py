@@ -66,11 +66,7 @@ class _Arrival:
 
 
 def resolve_difference(comm: Communicator, call: CollectiveSignature) -> None:
-    """Finds out why the digests of the ranks differ.
-
-    Collective: every rank of `comm`, after digests that were not equal. Ranks that differ in
-    nothing but notices or ranks that have joined continue.
-    """
+    """Finds out why the digests of the ranks differ. Collective: every rank, after they did."""
     mine = as_message(_Arrival(call, describe_progress(comm.ranks), comm.order.held_names()))
     arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     check_alive(comm)
@@ -167,10 +163,7 @@ def _common(held: Sequence[HeldNames]) -> list[str | None]:
 def resolve_refused(
     comm: Communicator, calls: Sequence[CollectiveSignature], held: Sequence[HeldNames]
 ) -> None:
-    """Settles operations that some ranks have refused.
-
-    Collective: every rank of `comm`, within a rendezvous. Returns if no rank waits for one.
-    """
+    """Settles what some ranks have refused; returns if no rank waits for one. Collective."""
     names = [[name for name in each.names if name is not None] for each in held]
     for name in sorted({name for call in calls for name in call.refused}):
         others = [index for index, call in enumerate(calls) if name not in call.refused]
@@ -195,10 +188,7 @@ def settle_gradients(
     mine: CollectiveSignature,
     before: JoinedRanks | None,
 ) -> None:
-    """Makes ranks that bring different gradients to a reduction compare them first.
-
-    Collective: every rank of `comm`, within a rendezvous.
-    """
+    """Makes ranks that bring different gradients compare them first. Collective."""
     here = [index for index, call in enumerate(calls) if call.operation != JOINED]
     sets = [each for each in (calls[index].gradients for index in here) if each is not None]
     if len(sets) < len(here):

@@ -42,30 +42,15 @@ class Gradient:
 
 
 class Exchange(Protocol):
-    """The exchange of the gradients of one dtype.
-
-    Attributes:
-        first: the name and the shape of each array in the first message.
-    """
+    """The exchange of the gradients of one dtype; `first` has the arrays of its first message."""
 
     first: Shapes
 
     def begin(self, totals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the arrays of this rank in the first message.
-
-        Args:
-            totals: flat arrays, the gradients with the errors.
-        """
+        """Returns the first message of this rank, of flat gradients with their errors."""
 
     def end(self, totals: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> bool:
-        """Replaces totals by what all ranks apply; sets the errors. Collective; blocks.
-
-        Args:
-            received: the arrays of the first message, reduced.
-
-        Returns:
-            Whether that is possible; if numbers overflow on the way, the errors stay.
-        """
+        """Makes totals what all apply and sets the errors, unless numbers overflow. Collective."""
 
 
 class LowRankExchange:

@@ -33,10 +33,7 @@ class WeakPlan:
         self._plan, self._operation, self._ranks = weakref.ref(plan), operation, ranks
 
     def __call__(self) -> Any:
-        """Returns the plan. Collective if it has ended on this rank: every rank raises.
-
-        When a plan ends, which garbage collection decides, differs between ranks.
-        """
+        """Returns the plan; if garbage collection has ended it on a rank, all ranks raise."""
         plan = self._plan()
         if plan is not None:
             return plan
@@ -56,12 +53,9 @@ class FusedAllreduce(HostBuckets):
 
     The plan is made once, with the digests of its buckets. The ranks compare the digest of each
     bucket, so a rank with other arrays is found before data moves.
-
-    Attributes:
-        is_in_graph: whether a graph of a framework refers to it, see `WeakPlan`.
     """
 
-    is_in_graph = False
+    is_in_graph = False  # whether a graph of a framework refers to it, see `WeakPlan`
 
     def __init__(
         self,
@@ -104,10 +98,7 @@ class FusedAllreduce(HostBuckets):
         return results
 
     def reduce_bucket(self, number: int, arrays: Any, lend: bool = True) -> list[Any]:
-        """Reduces the arrays of one bucket.
-
-        Collective: every rank, bucket after bucket in the order of `buckets`; blocks.
-        """
+        """Reduces the arrays of one bucket. Collective: in the order of `buckets`; blocks."""
         self._follow_ranks()
         try:
             if are_on_device(arrays):
@@ -120,10 +111,7 @@ class FusedAllreduce(HostBuckets):
             raise
 
     def queue_bucket(self, number: int, arrays: Any, lend: bool = True) -> Handle:
-        """Queues `reduce_bucket`. Collective, as the operation itself; does not block.
-
-        Do not change the arrays before the operation has ended.
-        """
+        """Queues `reduce_bucket`; its arrays must not change until it has ended. Collective."""
         if are_on_device(arrays):
             arrays = self._on_device.prepare(number, arrays)
         work = functools.partial(self._reduce_queued, number, arrays, lend)

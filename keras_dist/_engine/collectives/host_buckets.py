@@ -280,10 +280,7 @@ class HostBuckets:
 def _calls_of_pieces(
     whole: CollectiveSignature, pieces: Sequence[Entry]
 ) -> list[CollectiveSignature]:
-    """Returns the operations of the pieces of a bucket.
-
-    With the first one the ranks compare the whole plan, so the others need not list its arrays.
-    """
+    """Returns the operations of pieces: the first compares the whole plan, so others list less."""
     others = dataclasses.replace(whole, buckets=())
     return [
         dataclasses.replace(whole, piece=0),

@@ -25,10 +25,8 @@ def join_all(
     """Takes part, without a contribution, in the reductions of others until all have joined.
 
     Collective: every rank of each communicator; blocks. The others may still reduce in any of the
-    communicators, so this rank waits in all at once. Queued operations run first.
-
-    Returns:
-        For each communicator the ranks that joined first and last; `None` if all joined at once.
+    communicators, so this rank waits in all at once. Queued operations run first. Returns which
+    ranks joined first and last in each; `None` if all joined at once.
     """
     found = retry(comms[0], lambda: _join(comms, takes_named), joins=True)
     return dict(zip(comms, found, strict=True))

@@ -47,11 +47,8 @@ def launch_known(
     """Launches an operation like an earlier one, and then meets: once, instead of twice.
 
     The ranks find a difference before any of them uses a result. Then they abandon what they have
-    launched, and meet before every launch from then on. Collective: every rank; blocks.
-
-    Returns:
-        The result of `work`. `None` if it was abandoned, and the ranks have agreed on the operation
-        as by `rendezvous`.
+    launched, and meet before every launch from then on. Collective: every rank; blocks. Returns
+    `None` if it was abandoned, and the ranks have agreed on the operation as by `rendezvous`.
     """
     ranks = comm.nccl
     result = _launch(comm, call, work, call.launched_ahead, notices)

@@ -174,10 +174,7 @@ def _run(
 
 
 def rows_through(on_host: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `reduce_slices` for rows wherever they are.
-
-    Rows in GPU memory are gathered, not added up: a framework has a kernel for that.
-    """
+    """Returns `reduce_slices` for rows anywhere; those of a GPU are gathered, not added up."""
 
     def run(
         comm: Communicator,

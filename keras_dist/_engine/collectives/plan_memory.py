@@ -48,10 +48,7 @@ class OwnMemory:
         return self._reductions is not None and number in self._reductions
 
     def reduction(self, number: int) -> BucketReduction | None:
-        """Returns the reduction of a bucket in shared memory; `None` if it goes through MPI.
-
-        Collective: if it is not ready, the ranks meet first, so that ranks that differ raise.
-        """
+        """Returns the reduction of a bucket, `None` if by MPI; the ranks meet if memory is new."""
         if self._reductions is None:
             self._reductions = self._allocate()
         return self.ready_reduction(number)

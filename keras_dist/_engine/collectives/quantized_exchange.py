@@ -74,10 +74,7 @@ class QuantizedExchange:
 
 @retried
 def reduce_packed(comm: Communicator, packed: np.ndarray, averages: bool, add: Add) -> np.ndarray:
-    """Returns what a function makes of the bytes of all ranks, in rank order, or its average.
-
-    Ranks that have joined do not count. Collective: every rank; blocks.
-    """
+    """Returns what `add` makes of the bytes of all ranks but those that have joined. Collective."""
     entry = Entry("quantized gradients", packed.shape, str(packed.dtype))
     rows: Sequence[np.ndarray]
     with comm.lock:

@@ -108,10 +108,7 @@ def repeated_rendezvous(
 
 
 def rendezvous_for_payload(comm: Communicator, call: CollectiveSignature, payload: Payload) -> None:
-    """Lets a payload travel after a rendezvous in which the ranks differed, but agreed to continue.
-
-    Collective: every rank of `comm`; blocks.
-    """
+    """Lets a payload travel after a rendezvous where ranks differed, but go on. Collective."""
     if not comm.digests.compare(PAYLOAD_ALONE, payload):
         resolve_difference(comm, _with_failure(comm, call, payload))
 
@@ -223,22 +220,14 @@ def barrier(
     names: Sequence[str] = (),
     remedy: str = CollectiveSignature.remedy,
 ) -> None:
-    """Waits for all ranks. Collective: every rank, for the same `operation`; blocks.
-
-    Args:
-        arrays: arrays whose shapes and dtypes must agree, before some of them are used.
-    """
+    """Waits for all ranks, whose `arrays` must agree in shapes and dtypes. Collective; blocks."""
     entries = entries_of_arrays(names, arrays)
     with comm.lock:
         rendezvous(comm, CollectiveSignature(operation, entries, key=key, remedy=remedy))
 
 
 def exchange_or_raise(comm: Communicator, found: Any) -> list[Any]:
-    """Returns the objects of all ranks, in rank order, or raises the error of one of them.
-
-    For checks of data that may fail on one rank alone: all ranks raise, and none waits for
-    another. Collective: every rank, after a rendezvous; blocks.
-    """
+    """Returns the objects of all ranks, or raises the error of one on all. Collective; blocks."""
     parts = comm.allgather_bytes(as_message(found))
     objects = [pickle.loads(part.tobytes()) for part in parts]
     for each in objects:

@@ -25,11 +25,7 @@ FAILED = b"rows are missing"
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of a table.
-
-    Args:
-        write: writes the rows to an array of shape (number of rows, width).
-    """
+    """Rows of a table, which `write` writes to an array of shape (number of rows, width)."""
 
     width: int
     dtype: np.dtype

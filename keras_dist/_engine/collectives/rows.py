@@ -42,13 +42,9 @@ def row_bounds(count: int, size: int) -> np.ndarray:
 
 
 def exchange_bytes(comm: Communicator, payload: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Sends each rank a part of a buffer. Collective: every rank; blocks.
+    """Sends each rank its part of a buffer, in rank order. Collective: every rank; blocks.
 
-    Args:
-        payload: uint8 array: the part for rank 0, then that for rank 1, and so on; bytes after the
-            last part are not sent.
-        table: number of bytes that each rank (first axis) sends to each rank; the same on all
-            ranks.
+    `table` has the number of bytes that each rank (first axis) sends to each; others stay here.
     """
     payload = payload[: int(table[comm.rank].sum())]
     if comm.size == 1:
@@ -59,12 +55,9 @@ def exchange_bytes(comm: Communicator, payload: np.ndarray, table: np.ndarray) -
 
 
 def exchange_rows(comm: Communicator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Sends each rank its rows of the arrays of all ranks, in one message.
+    """Sends each rank its rows of the arrays of all ranks, in one message. Collective; blocks.
 
-    Collective: every rank, with arrays of the same shapes and dtypes; blocks.
-
-    Returns:
-        For each array a new one of shape (number of ranks, rows of this rank, ...), in rank order.
+    Returns new arrays of shape (number of ranks, rows of this rank, ...), in rank order.
     """
     bounds = [row_bounds(len(array), comm.size) for array in arrays]
     parts = [np.split(array, ends[1:-1]) for array, ends in zip(arrays, bounds, strict=True)]
@@ -109,12 +102,7 @@ def gather_rows(
 def alltoall(
     comm: Communicator, array: np.ndarray, splits: Any, name: str, key: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sends the first rows to rank 0, the next to rank 1, and so on. Collective; blocks.
-
-    Returns:
-        New array: the rows from rank 0, then from rank 1, and so on; and the number of rows from
-        each rank, int64 of shape (number of ranks,).
-    """
+    """Sends rows to each rank in turn; returns those received, and their numbers. Collective."""
     rest = array.shape[1:]
     entry = Entry(name, (-1, *rest), str(array.dtype))
     with comm.lock:
@@ -127,10 +115,7 @@ def alltoall(
 
 
 def _allgather_splits(comm: Communicator, array: np.ndarray, splits: Any, name: str) -> np.ndarray:
-    """Returns the number of rows that each rank (first axis) sends to each rank.
-
-    Splits may depend on data, so they may be wrong on one rank alone.
-    """
+    """Returns how many rows each rank (first axis) sends to each; one alone may raise."""
     mine: Any
     try:
         check_rows(comm, array, name, "to split along")
@@ -171,11 +156,7 @@ def _bad_splits(comm: Communicator, expected: str, received: str) -> errors.Argu
 def reducescatter(
     comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str], options: OpOptions
 ) -> list[np.ndarray]:
-    """Reduces arrays and scatters their rows, in one message. Collective: every rank; blocks.
-
-    Rows are distributed in rank order; where they do not divide, the first ranks get one more.
-    On one node the bits are those of the same rows of an allreduce.
-    """
+    """Reduces arrays and scatters their rows, in one message. Collective: every rank; blocks."""
     call = options.signature("reducescatter", entries=entries_of_arrays(names, arrays))
     with comm.lock:
         rendezvous(comm, call)

@@ -62,13 +62,7 @@ class RowGroups:
         sums: np.ndarray,
         finish: Callable[[np.ndarray, slice], None] = lambda block, part: None,
     ) -> None:
-        """Adds up the rows of each index, in their order.
-
-        Args:
-            rows: array of shape (number of rows, width).
-            sums: array of shape (number of unique indices, width) and the dtype of `rows`, written;
-                or a block of at least `block_length` rows, used for all blocks in turn.
-        """
+        """Adds up the rows of each index, in order, into `sums` of all or of a block in turn."""
         step = self.block_length(rows)
         firsts = self._order[self._starts]
         repeated = np.flatnonzero(self._ends - self._starts > 1)
@@ -163,10 +157,6 @@ def reduce_slices(
     rank order, so the bits are equal on all ranks. An average divides by the number of ranks, as
     that of a dense gradient does, not by the number of ranks that have the row; ranks that have
     joined do not count.
-
-    Args:
-        values: rows of this rank, shape (count, ...); `count` may differ from rank to rank.
-        indices: integers of shape (count,), the index of each row.
     """
     op = options.op
     entries = (

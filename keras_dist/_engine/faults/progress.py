@@ -35,10 +35,7 @@ class Progress:
         return " within ".join(reversed(self.tasks)) or (f"after {self.left}" if self.left else "")
 
     def describe(self) -> str:
-        """Describes the progress, such as `in fit, epoch 3, update 57`, counted from 1.
-
-        Epochs are counted as Keras prints them. Empty without a record.
-        """
+        """Describes it as Keras counts, such as `in fit, epoch 3, update 57`; empty if unknown."""
         parts = [f"in {self.task}" if self.tasks else self.task] if self.task else []
         if self.epoch is not None:
             parts.append(f"epoch {self.epoch + 1}")
@@ -67,10 +64,7 @@ _process, _thread = _TasksOfProcess(), _TasksOfThread()
 
 
 def progress(ranks: Sequence[int] = ()) -> Progress:
-    """Returns the record of this thread, which keeps changing.
-
-    In a thread without a task: that of the task which acts among these ranks, or of the latest.
-    """
+    """Returns the record of this thread's task; else that of these ranks, or of the latest task."""
     if _thread.progress is not None:
         return _thread.progress
     found = _process.by_ranks.get(tuple(ranks))
@@ -150,10 +144,7 @@ def repeat_update(ranks: Sequence[int] = ()) -> None:
 
 
 def note_step(step: int) -> None:
-    """Records the number of steps of this epoch that have ended.
-
-    Threads of Keras may report steps out of order.
-    """
+    """Records how many steps of this epoch have ended; threads of Keras report out of order."""
     now = progress()
     before = now.step or 0
     if step > before:

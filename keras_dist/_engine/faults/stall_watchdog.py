@@ -68,11 +68,9 @@ class _Case:
 
 
 class StallWatchdog:
-    """The stall watchdog of this rank. Collective to make: every rank of `world`; blocks.
+    """The stall watchdog of this rank: warns each `period` seconds, ends the job after `limit`.
 
-    Args:
-        period: seconds of waiting after which a warning is logged, repeatedly; 0: never.
-        limit: seconds of waiting after which the job ends; 0: never.
+    Either may be 0: never. Collective to make: every rank of `world`; blocks.
     """
 
     def __init__(self, mpi: Any, world: Any, period: int, limit: int):

@@ -100,11 +100,7 @@ class DigestExchange:
         return payload.arrived
 
     def start(self, digest: bytes) -> Callable[[], bool | None]:
-        """Starts `compare` without waiting. Collective.
-
-        Returns:
-            Function that returns the answer of `compare`, or `None` while a rank is missing.
-        """
+        """Starts `compare`; returns a function of its answer, `None` until then. Collective."""
         self.count += 1
         if not self._crosses and self._node is not None:
             return self._node.start(digest)

@@ -23,9 +23,6 @@ def load_mpi() -> Any | None:
     An MPI library that was started by the launcher of another one may end the process as soon as it
     is initialised. mpi4py does not finalise it either, unless the user's script has imported MPI
     before: it would do so in forked children as well, and their parents would wait.
-
-    Returns:
-        mpi4py's `MPI` module; `None` if there is no MPI library, see `mpi_failure`.
     """
     global _failure, _is_ours_to_end
     import mpi4py

@@ -66,20 +66,14 @@ def piece_nbytes(ranks: int, nbytes: int, links_are_slow: bool = False) -> int:
 
 
 class Pieces:
-    """The pieces of a reduction, as one rank sees them.
-
-    Attributes:
-        count: number of pieces of a segment; the last one may be empty on some ranks.
-        receivers: ranks in the order in which this rank sends to them: each rank sends to another
-            one at a time, so that none receives from all at once.
-        senders: ranks in the order in which messages for this rank arrive.
-    """
+    """The pieces of a reduction, as one rank sees them."""
 
     def __init__(self, rank: int, ranks: int, size: int, step: int):
         self._rank, self._step = rank, step
         self._bounds = [size * other // ranks for other in range(ranks + 1)]
         longest = max(high - low for low, high in itertools.pairwise(self._bounds))
-        self.count = -(-longest // step)
+        self.count = -(-longest // step)  # of a segment; the last one may be empty on some ranks
+        # Each rank sends to another one at a time, so that none receives from all at once.
         self.receivers = [(rank + shift) % ranks for shift in range(1, ranks)]
         self.senders = self.receivers[::-1]
 

@@ -100,13 +100,7 @@ def first_error(comm: Any, error: str | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What the links between nodes can do.
-
-    Args:
-        halving_nbytes: size in bytes up to which nodes halve arrays recursively. Defaults to 0:
-            never.
-        rate: bytes per second of a node in each direction, in both at once. Defaults to infinity.
-    """
+    """Links between nodes: the bytes up to which these halve arrays, and the bytes per second."""
 
     halving_nbytes: int = 0
     rate: float = math.inf

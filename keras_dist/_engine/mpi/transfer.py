@@ -67,13 +67,7 @@ def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
 def allgather_parts(
     world: Any, mine: Any, everything: np.ndarray, bounds: Sequence[tuple[int, int]]
 ) -> None:
-    """Sends the bytes of every rank to all. Collective; blocks.
-
-    Args:
-        mine: uint8 array, the bytes of this rank; or MPI's `IN_PLACE`.
-        everything: uint8 array, written.
-        bounds: start and end of the part of each rank, in bytes; equal on all ranks.
-    """
+    """Sends the bytes of every rank, or MPI's `IN_PLACE`, to all, at `bounds`. Collective."""
     if everything.size <= MAX_NBYTES:
         starts = [low for low, _ in bounds]
         counts = [high - low for low, high in bounds]
@@ -89,9 +83,8 @@ def allgather_parts(
 def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: np.ndarray) -> None:
     """Sends each rank a part of a buffer. Collective; blocks.
 
-    Args:
-        table: number of bytes that each rank (first axis) sends to each rank; equal on all ranks,
-            so that all choose the same algorithm.
+    `table` has the bytes that each rank (first axis) sends to each; equal on all ranks, so that all
+    choose the same algorithm.
     """
     rank = world.Get_rank()
     sent, received = table[rank], table[:, rank]

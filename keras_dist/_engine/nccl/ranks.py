@@ -93,13 +93,9 @@ class NcclRanks:
         group: Callable[[], None],
         copies: Copies = ((), ()),
     ) -> Launch:
-        """Launches operations at once, after the work that writes their arrays. Does not wait.
+        """Launches operations after the work that writes their arrays. Collective; does not wait.
 
-        Collective: every rank, with operations on which all have agreed.
-
-        Args:
-            copies: those before and those after the operations, each as target, source and number
-                of bytes. Defaults to none.
+        `copies` are those before and those after them: target, source and number of bytes.
         """
         self._runtime.use()
         for array in (*inputs, *outputs):
@@ -328,10 +324,7 @@ def abandon(comm: "Communicator", failure: Exception) -> None:
 
 @contextlib.contextmanager
 def undoing(comm: "Communicator", calls: Sequence[CollectiveSignature]) -> Iterator[None]:
-    """Returns a context that abandons what was launched ahead, if ranks differ or it raises.
-
-    Collective: every rank, with the operations of all ranks; blocks.
-    """
+    """Returns a context that abandons what was launched ahead, if ranks differ or it raises."""
     is_ahead = any(call.ahead for call in calls)
     try:
         yield

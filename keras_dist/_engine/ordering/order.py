@@ -24,10 +24,7 @@ def set_completion(wait: Callable[[], None]) -> None:
 
 
 def finish_pending() -> None:
-    """Waits for programs that this thread has started.
-
-    Do not call it while holding a lock that the programs may need.
-    """
+    """Waits for programs that this thread has started, which may need locks: hold none."""
     for wait in _waits:
         wait()
 
@@ -58,10 +55,7 @@ class CollectiveOrder:
         return self._lane
 
     def queue(self, work: Callable[[], Any], what: str, name: str | None = None) -> Handle:
-        """Queues a collective; a thread runs it in its turn. Blocks for pending programs only.
-
-        Collectives that are called or queued later, from any thread, run after it.
-        """
+        """Queues a collective, which a thread runs in its turn; waits for pending programs only."""
         if self._job is not None:
             return self._job.queue(work, what)
         finish_pending()

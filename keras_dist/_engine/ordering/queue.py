@@ -42,10 +42,7 @@ class HeldNames:
 
 
 class CollectiveQueue:
-    """A lock that threads acquire in the order of their calls, and a thread for queued operations.
-
-    It is reentrant within a collective.
-    """
+    """A reentrant lock, taken in the order of the calls, and a thread for queued operations."""
 
     def __init__(self, lock: Any, where: Callable[[], str]):
         self._lock, self._where = lock, where

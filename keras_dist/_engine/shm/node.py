@@ -23,10 +23,7 @@ DIGEST_NBYTES = 16
 
 
 def namespace() -> str:
-    """Returns the kernel's name of the process namespace; empty if it is unknown.
-
-    In two namespaces one number may mean two processes.
-    """
+    """Returns the kernel's name of the namespace of process numbers; empty if it is unknown."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
@@ -118,11 +115,7 @@ class ShmBarrier:
         return self._agree(digest)
 
     def start(self, digest: bytes) -> Callable[[], bool | None]:
-        """Starts `meet` without waiting.
-
-        Returns:
-            Function that returns the answer of `meet`, or `None` while a rank is missing.
-        """
+        """Starts `wait`; returns a function of its answer, `None` while a rank is missing."""
         self._arrive(digest)
 
         def answer() -> bool | None:
@@ -193,13 +186,7 @@ def attach_node(
     poll: Callable[[], None],
     fence: Callable[[], None] | None = None,
 ) -> tuple[Node | None, str | None]:
-    """Allocates the shared memory of the ranks of a node.
-
-    Collective: every rank of the node.
-
-    Returns:
-        The node and `None`, or `None` and the reason why there is no shared memory.
-    """
+    """Makes the shared memory of a node, or returns the reason. Collective: its ranks."""
     if not CAN_SLEEP:
         return None, f"keras_dist does not know how to wait in it on {platform.machine()}"
     clean_up()

@@ -114,17 +114,11 @@ class ResultRows:
         self._mine[0] = 0 if self._lease is None else self._lease.held
 
     def advance(self) -> int:
-        """Chooses the row of the next call, after the rendezvous; returns the row of this one.
-
-        The ranks must meet again before one of them announces.
-        """
+        """Chooses the next row, returns this one; the ranks must meet before one announces."""
         return self.follow(self.choose())
 
     def choose(self) -> int:
-        """Returns the row of the next call, after all ranks have announced; changes nothing.
-
-        It is that of this call if the ranks hold all others.
-        """
+        """Returns the row of the next call, that of this one if all others are held."""
         held = 0
         for word in self._held:
             held |= word[0]
@@ -193,33 +187,20 @@ def held_nbytes(size: int) -> int:
 
 
 def result_count(capacity: int) -> int:
-    """Returns the number of results of a size in bytes in a region of single calls.
-
-    A script may hold some while it calls for more. Large ones are few, since memory is.
-    """
+    """Returns how many results of a size a region of single calls has: of large ones, few."""
     return next((count for limit, count in RESULTS if capacity <= limit), 3)
 
 
 class RegionPool:
-    """The regions of the single calls of a communicator; equal on all ranks.
-
-    Attributes:
-        version: changes when a region is added or dropped, which may change the region of a call.
-    """
+    """The regions of the single calls of a communicator; equal on all ranks."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version = 0  # changes with the regions, which may change that of a call
         self._regions: dict[tuple[bool, int], Region] = {}
         self._refused = float("inf")
 
     def find(self, nbytes: int, is_small: bool, new_nbytes: int) -> Region | None:
-        """Returns the region for a bucket; `None` if one should be made.
-
-        Args:
-            nbytes: size of the bucket.
-            new_nbytes: size of a new region. If there is no room for it, a region of any size that
-                fits is used.
-        """
+        """Returns a region for a bucket, of any size if a new one has no room; `None`: make one."""
         fitting = [
             region
             for (small, capacity), region in list(self._regions.items())

@@ -115,19 +115,11 @@ class Segment:
 def make_segment(
     nbytes: int, rank: int, allgather: Callable[[Any], list[Any]], private_view: bool = False
 ) -> tuple[Segment | None, str | None]:
-    """Makes a segment for all ranks of a node.
+    """Makes a segment for all ranks of a node, or returns the reason. Collective on the node.
 
     The file has no name: the other ranks open it through /proc of the rank that made it, so no file
     is left, even if a rank is killed meanwhile. If a rank does not see it there, as from another
     container, the file has a name while the ranks open it.
-
-    Collective: every rank of the node.
-
-    Args:
-        nbytes: size in bytes, at least 1; the same on all ranks.
-
-    Returns:
-        The segment and `None`, or `None` and the reason; the same on all ranks.
     """
     create = _create_nameless
     segment, reasons = _open_segment(create, nbytes, rank, allgather, private_view)

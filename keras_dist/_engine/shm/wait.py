@@ -104,10 +104,7 @@ def noted() -> Any:
 
 
 def waits() -> list[tuple[Sequence[int], Any, float]]:
-    """Returns the ranks, the operation and the start of every wait of this process.
-
-    The start is a time of `time.perf_counter()`.
-    """
+    """Returns ranks, operation and start, by `perf_counter`, of every wait of this process."""
     return [(*_last.get(thread, ((), "")), began) for thread, began in list(_since.items())]
 
 
@@ -139,11 +136,7 @@ def also_blocked() -> contextlib.AbstractContextManager[None]:
 
 
 class Counter:
-    """A counter that one process increases and others wait for.
-
-    Args:
-        word: uint32 array of shape (1,) in shared memory, alone on its cache line.
-    """
+    """A counter on a cache line of its own, which one process increases and others wait for."""
 
     def __init__(self, word: np.ndarray, fence: Callable[[], None] | None = None):
         self.view = word.data

@@ -28,11 +28,7 @@ _writer: "TraceWriter | None" = None
 
 
 class TraceWriter:
-    """The file of a rank, and the thread that writes it.
-
-    Args:
-        limit: size in bytes of this rank's events in the merged trace.
-    """
+    """The file of a rank, of at most `limit` bytes when merged, and the thread that writes it."""
 
     def __init__(self, path: str, head: Mapping[str, Any], steps: tuple[int, int], limit: int):
         self.path, self.head = path, head
