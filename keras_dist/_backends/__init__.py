@@ -17,8 +17,6 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._compat import contract
 
-__all__ = ["Backend", "active", "in_use", "replaced", "uncompiled_step", "use"]
-
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
 SUPPORTED = ("tensorflow", "jax", "torch")

@@ -18,8 +18,6 @@ from jax.interpreters import ad, batching, mlir
 from keras_dist import errors
 from keras_dist._compat.jax import emit_buffer_callback, has_buffer_callbacks
 
-__all__ = ["ORDERED", "call_host"]
-
 HostCall = Callable[[list[np.ndarray]], Sequence[np.ndarray]]
 WritingCall = Callable[[list[np.ndarray], list[np.ndarray]], None]
 

@@ -24,25 +24,3 @@ from keras_dist._gpu.nccl_library import (
     selected_bus_id,
     version_text,
 )
-
-__all__ = [
-    "REDUCTIONS",
-    "Concatenation",
-    "DeviceArray",
-    "Event",
-    "GpuFacts",
-    "Half",
-    "Nccl",
-    "NcclError",
-    "Runtime",
-    "Staging",
-    "counts_host_memory",
-    "data_type",
-    "facts_of",
-    "load_nccl",
-    "load_runtime",
-    "selected_bus_id",
-    "staging_of",
-    "uniform",
-    "version_text",
-]

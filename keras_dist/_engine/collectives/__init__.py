@@ -23,29 +23,6 @@ from keras_dist._engine.collectives.rows import alltoall
 from keras_dist._engine.collectives.rows import reducescatter as _reducescatter
 from keras_dist._engine.collectives.slices import reduce_slices as _reduce_slices
 
-__all__ = [
-    "ListKey",
-    "adasum",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_into",
-    "broadcast_object",
-    "check_power_of_two",
-    "compare_gradients",
-    "grouped_allgather",
-    "join_all",
-    "raise_on_all",
-    "reduce_slices",
-    "reducescatter",
-    "rendezvous_count",
-    "report_error",
-    "wait_for_end",
-]
-
 broadcast = on_device.through(_broadcast, on_device.broadcast)
 grouped_allgather = on_device.through(_grouped_allgather, on_device.allgather)
 reduce_slices = rows_through(_reduce_slices)

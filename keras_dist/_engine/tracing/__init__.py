@@ -10,14 +10,3 @@ from keras_dist._engine.tracing.trace_writer import (
     start_trace,
     stop_trace,
 )
-
-__all__ = [
-    "TraceWriter",
-    "flush_trace",
-    "forget_trace",
-    "is_recording",
-    "open_trace",
-    "start_trace",
-    "step",
-    "stop_trace",
-]
