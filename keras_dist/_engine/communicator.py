@@ -31,7 +31,7 @@ from keras_dist._engine.mpi.transfer import allgather_parts
 from keras_dist._engine.ordering.order import CollectiveOrder
 from keras_dist._engine.shm.node import Node, attach_node
 from keras_dist._engine.shm.region import RegionPool
-from keras_dist._engine.shm.segments import TooManyFiles
+from keras_dist._engine.shm.segments import Segment, TooManyFiles
 from keras_dist._engine.shm.wait import blocked
 from keras_dist._engine.sideband import Services
 from keras_dist._engine.signature import JoinedRanks
@@ -286,6 +286,16 @@ class Communicator:
         # A rank of a process set may still come to the others: the set has an order of its own.
         if self._job is None:
             decline(self.world, self.rank)
+
+    def segment(self, nbytes: int, private_view: bool = False) -> Segment | None:
+        """Makes memory of each node; `None`, with a warning, if a rank cannot. Collective."""
+        if self.node is None:
+            return None
+        segment, reason = self.node.segment(nbytes, private_view)
+        reason = first_error(self.world, reason)
+        if reason is not None:
+            self.warn_no_shared_memory(reason)
+        return None if reason is not None else segment
 
     def warn_no_shared_memory(self, reason: str | None) -> None:
         """Warns once, on rank 0, that data goes through MPI although ranks share a node."""

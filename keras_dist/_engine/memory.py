@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from keras_dist._engine.buckets import aligned_array, size_class
-from keras_dist._engine.shm.node import Node
 from keras_dist._engine.shm.segments import Segment
 
 MAX_POOL_NBYTES = 256 * 2**20
@@ -101,17 +100,12 @@ class RowMemory:
         self._segment: Segment | None = None
         self._results: dict[str | None, tuple[int, ResultMemory]] = {}
 
-    def shared(
-        self, nbytes: int, node: Node, agree: Callable[[str | None], str | None]
-    ) -> tuple[np.ndarray | None, str | None]:
-        """Returns memory that all ranks of a node see, or the reason. Collective: all nodes."""
+    def shared(self, nbytes: int, make: Callable[[int], Segment | None]) -> np.ndarray | None:
+        """Returns memory that all ranks of a node see, if there is any. Collective: all nodes."""
         if self._segment is None or self._segment.memory.size < nbytes:
             self._segment = None  # before the new one: both may not fit
-            segment, reason = node.segment(_with_reserve(nbytes))
-            if (reason := agree(reason)) is not None or segment is None:
-                return None, reason
-            self._segment = segment
-        return self._segment.memory[:nbytes], None
+            self._segment = make(_with_reserve(nbytes))
+        return None if self._segment is None else self._segment.memory[:nbytes]
 
     def result(self, table: str | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns an array that nothing else refers to; its memory is used again afterwards."""

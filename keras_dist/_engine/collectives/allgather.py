@@ -14,7 +14,6 @@ from keras_dist._engine.collectives.rendezvous import by_name, raise_on_all, ren
 from keras_dist._engine.collectives.rows import check_rows, gather_rows
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.memory import ResultMemory
-from keras_dist._engine.mpi.topology import first_error
 from keras_dist._engine.mpi.transfer import allgather_parts, as_bytes
 from keras_dist._engine.recovery import retried, retry
 from keras_dist._engine.shm.bucket_reduction import READ, RESULTS
@@ -107,10 +106,8 @@ class FusedAllgather:
             return [_Messages(comm, *pair) for pair in pairs]
         rows = [aligned(max(1, bucket.nbytes), PAGE) for bucket in self._buckets]
         sizes = [held_nbytes(node.size) + RESULTS * row for row in rows]
-        segment, reason = node.segment(max(1, sum(sizes)), private_view=True)
-        reason = first_error(comm.world, reason)
-        if reason is not None or segment is None:
-            comm.warn_no_shared_memory(reason)
+        segment = comm.segment(max(1, sum(sizes)), private_view=True)
+        if segment is None:
             return [_Messages(comm, *pair) for pair in pairs]
         starts = itertools.accumulate(sizes, initial=0)
         regions = [Region(segment, *each, False) for each in zip(starts, rows, sizes, strict=False)]

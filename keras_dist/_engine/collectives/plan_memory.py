@@ -10,7 +10,6 @@ from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.memory import ResultMemory
-from keras_dist._engine.mpi.topology import first_error
 from keras_dist._engine.shm.bucket_reduction import (
     RESULTS,
     SMALL_NBYTES,
@@ -70,10 +69,8 @@ class OwnMemory:
             return None
         made = _reductions(self._comm, self._cross_node)
         sizes = {n: each.region_nbytes(node.size, each.capacity) for n, each in made.items()}
-        segment, reason = node.segment(max(1, sum(sizes.values())), private_view=self.lends)
-        reason = first_error(self._comm.world, reason)
-        if reason is not None or segment is None:
-            self._comm.warn_no_shared_memory(reason)
+        segment = self._comm.segment(max(1, sum(sizes.values())), private_view=self.lends)
+        if segment is None:
             return {}
         offset = 0
         for number, reduction in made.items():
@@ -147,10 +144,8 @@ class PooledMemory:
         comm.plans.clear()
         is_small, capacity = isinstance(reduction, Full), _pooled_capacity(self._buckets[number])
         size = reduction.region_nbytes(comm.node.size, capacity)
-        segment, reason = comm.node.segment(size, private_view=reduction.is_shared)
-        reason = first_error(comm.world, reason)
-        if reason is not None or segment is None:
-            comm.warn_no_shared_memory(reason)
+        segment = comm.segment(size, private_view=reduction.is_shared)
+        if segment is None:
             comm.regions.refuse(nbytes)
             return
         comm.regions.add(Region(segment, 0, capacity, nbytes), is_small)

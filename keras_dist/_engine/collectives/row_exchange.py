@@ -6,7 +6,6 @@ other node once, whatever its number of ranks.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +14,6 @@ from keras_dist import errors
 from keras_dist._engine.buckets import aligned
 from keras_dist._engine.collectives.rows import gather_rows
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.mpi.topology import first_error
 from keras_dist._engine.mpi.transfer import allgather_parts, wait
 from keras_dist._engine.tracing import spans
 
@@ -80,12 +78,10 @@ def _memory(comm: Communicator, mine: Rows, count: int) -> tuple[np.ndarray, np.
         return None
     row_nbytes = mine.width * mine.dtype.itemsize
     start = aligned(count * row_nbytes)
-    agree = functools.partial(first_error, comm.world)
     nbytes = start + count * mine.numbers.itemsize
-    memory, reason = comm.row_memory.shared(nbytes, comm.node, agree)
+    memory = comm.row_memory.shared(nbytes, comm.segment)
     comm.idle_memory.used(comm.row_memory, is_update=False)
     if memory is None:
-        comm.warn_no_shared_memory(reason)
         return None
     rows = memory[: count * row_nbytes].view(mine.dtype).reshape(count, mine.width)
     return rows, memory[start:nbytes].view(mine.numbers.dtype)
