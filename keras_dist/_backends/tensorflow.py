@@ -26,10 +26,10 @@ from keras_dist._backends.tensorflow_host import (
 from keras_dist._backends.tensorflow_step import (
     build_from,
     first_batch,
+    refuse_strategy,
     test_step_for_host,
     train_step_for_host,
 )
-from keras_dist._backends.tensorflow_strategy import refuse_strategy
 from keras_dist._gpu import counts_host_memory
 
 # Mean size of a tensor below which a copy takes less time than a tensor made of a leased result.

@@ -1,4 +1,4 @@
-"""Keras' train step on TensorFlow: two XLA programs with a host call between them, and its batches.
+"""Keras' train step on TensorFlow: its XLA programs, batches, and refused strategies.
 
 The first program computes the gradients, the second updates the variables. The operations between
 them, including the reduction and clipping, are an ordinary graph, since XLA cannot call the host.
@@ -201,3 +201,31 @@ def build_from(model: Any, batches: Any) -> None:
             f"{type(error).__name__}: {error}",
             "Build the model before fit: call it on a batch.",
         ) from error
+
+
+def refuse_strategy(expected: str, model: Any = None) -> None:
+    """Checks that no strategy is in scope, nor was when a model or its optimizer was made."""
+    used = [tf.distribute.get_strategy()] if tf.distribute.has_strategy() else _used_by(model)
+    if used:
+        raise errors.BackendError(
+            "[keras_dist]",
+            expected,
+            f"a tf.distribute.{type(used[0]).__name__}, so that both would act",
+            "Make the model and its optimizer, and train, outside of the scope of a strategy.",
+        )
+
+
+def _used_by(model: Any) -> list[Any]:
+    """Returns the strategies in whose scope a model and its optimizer were made."""
+    if model is None:
+        return []
+    from keras_dist._compat.keras.optimizers import TF_STRATEGY, innermost_optimizer
+
+    optimizer = innermost_optimizer(model.optimizer)
+    return [s for s in (model.distribute_strategy, getattr(optimizer, TF_STRATEGY)) if _acts(s)]
+
+
+def _acts(strategy: Any) -> bool:
+    """Returns whether a strategy is another one than TensorFlow's default."""
+    with strategy.scope():
+        return tf.distribute.has_strategy()

@@ -197,19 +197,15 @@ def divide(total: np.ndarray, count: int) -> None:
     A rank may divide only a part of the sum, so that an error would not be that of all ranks.
     """
     with np.errstate(all="ignore"):
-        _divide(total, count)
-
-
-def _divide(total: np.ndarray, count: int) -> None:
-    if total.dtype.kind in "iu":
-        # Without float64, which would lose bits beyond 2**53.
-        magnitude = np.abs(total) // np.asarray(count, total.dtype)
-        total[...] = np.where(total < 0, -magnitude, magnitude)
-    elif count & (count - 1) == 0:
-        # The bits of a division, in half its time.
-        np.multiply(total, total.dtype.type(1 / count), out=total)
-    else:
-        np.divide(total, total.dtype.type(count), out=total)
+        if total.dtype.kind in "iu":
+            # Without float64, which would lose bits beyond 2**53.
+            magnitude = np.abs(total) // np.asarray(count, total.dtype)
+            total[...] = np.where(total < 0, -magnitude, magnitude)
+        elif count & (count - 1) == 0:
+            # The bits of a division, in half its time.
+            np.multiply(total, total.dtype.type(1 / count), out=total)
+        else:
+            np.divide(total, total.dtype.type(count), out=total)
 
 
 def needs_halves(dtype: np.dtype, op: ReduceOp) -> bool:

@@ -228,12 +228,10 @@ def parse_compression(compression: Any, where: str) -> Compressor:
         )
     kind = errors.ArgumentError if isinstance(compression, str) else errors.ArgumentTypeError
     raise kind(
-        errors.explain(
-            where,
-            "compression to be none, fp16, bf16 or an instance of keras_dist.Compressor",
-            repr(compression),
-            "Use keras_dist.Compression.none, .fp16 or .bf16.",
-        )
+        where,
+        "compression to be none, fp16, bf16 or an instance of keras_dist.Compressor",
+        repr(compression),
+        "Use keras_dist.Compression.none, .fp16 or .bf16.",
     )
 
 

@@ -57,9 +57,14 @@ def is_loss(comm: "Communicator", error: BaseException) -> bool:
     return known
 
 
-def agree(comm: "Communicator", fine: bool) -> bool:
+def agree(comm: "Communicator", fine: bool, world: Any = None) -> bool:
     """Returns whether all ranks are alive and have succeeded, on all that are. Collective."""
-    return _agree(comm.mpi, comm.world, fine)
+    world = comm.world if world is None else world
+    try:
+        with also_blocked():
+            return bool(world.Agree(fine and not sees_dead_ranks(world)))
+    except comm.mpi.Exception:
+        return False
 
 
 def check_alive(comm: "Communicator") -> None:
@@ -103,7 +108,7 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
                 raise
             leave(comm)
             fine = False
-        complete = _agree(comm.mpi, shrunk, fine)
+        complete = agree(comm, fine, shrunk)
     gone = _missing(comm.mpi, before, shrunk)
     comm.faults.losses += len(gone)
     comm.faults.changes += 1
@@ -117,14 +122,6 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
             "continue, renumbered in their order."
         )
     return found
-
-
-def _agree(mpi: Any, world: Any, fine: bool) -> bool:
-    try:
-        with also_blocked():
-            return bool(world.Agree(fine and not sees_dead_ranks(world)))
-    except mpi.Exception:
-        return False
 
 
 def sees_dead_ranks(world: Any) -> bool:

@@ -49,7 +49,7 @@ def host_callback(
     given = [jax.numpy.asarray(array) for array in arrays]
     if not _is_traced(given):
         release_dropped()
-        results = function([as_numpy(array) for array in given])
+        results = function([np.asarray(array) for array in given])
         return [as_jax(result, array) for result, array in zip(results, given, strict=True)]
 
     def called(arrays: list[np.ndarray]) -> Sequence[np.ndarray]:
@@ -64,11 +64,6 @@ def host_callback(
 def is_concrete(value: Any) -> bool:
     """Returns whether a value is a JAX array outside of `jax.jit` and transformations."""
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-
-
-def as_numpy(array: jax.Array) -> np.ndarray:
-    """Returns a JAX array as a numpy array: in place on the CPU."""
-    return np.asarray(array)
 
 
 def as_jax(array: np.ndarray, like: jax.Array) -> jax.Array:

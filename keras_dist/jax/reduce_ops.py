@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from keras_dist import ops, runtime
 from keras_dist._compat.jax import release_dropped
 from keras_dist.jax.differentiable_host_callback import (
     as_jax,
-    as_numpy,
     differentiable,
     host_callback,
     is_concrete,
@@ -44,7 +44,7 @@ def allreduce(
     if is_concrete(array):
         release_dropped()
         reduced = ops.allreduce(
-            as_numpy(array), op, name, prescale_factor, postscale_factor, process_set, compression
+            np.asarray(array), op, name, prescale_factor, postscale_factor, process_set, compression
         )
         return as_jax(reduced, array)
     return grouped_allreduce(

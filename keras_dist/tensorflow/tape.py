@@ -298,8 +298,6 @@ def DistributedOptimizer(
 
     Args:
         name: accepted for scripts of Horovod; has no effect.
-        device_dense: accepted for scripts of Horovod; has no effect.
-        device_sparse: accepted for scripts of Horovod; has no effect.
         compression: a member of `Compression`, or a value that `keras_dist.DistributedOptimizer`
             takes. Defaults to `KERAS_DIST_COMPRESSION`.
     """

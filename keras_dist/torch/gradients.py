@@ -164,8 +164,11 @@ class Gradients:
         sparse = [p for p in trained if p.grad.is_sparse and not self._options.dense]
         ids = {id(parameter) for parameter in sparse}
         dense = [parameter for parameter in trained if id(parameter) not in ids]
-        has = np.array(flags, self._dtype_for_flags(dense))
-        layout, mine = self._layout, self._flags(dense, has)
+        likes = map(self._like, reversed(dense))
+        # The dtype of the last floating-point gradient: it needs no further bucket.
+        like = next((like for like in likes if like.is_floating_point()), torch.empty(0))
+        has = np.array(flags, dtype_of(like))
+        layout, mine = self._layout, _flags(dense, has, like)
         if layout is not None and layout.brought != brought:
             layout = None
         if self._ready is None or layout is None or not self._are_unchanged(layout, dense):
@@ -233,7 +236,10 @@ class Gradients:
     def _make_layout(
         self, dense: Sequence[torch.Tensor], has: np.ndarray, brought: _engine.GradientSet
     ) -> Layout:
-        specs = [*((tuple(p.grad.shape), self._dtype(p)) for p in dense), (has.shape, has.dtype)]
+        specs = [
+            *((tuple(p.grad.shape), dtype_of(self._like(p))) for p in dense),
+            (has.shape, has.dtype),
+        ]
         names = [*(self._name(parameter) for parameter in dense), "flags of existing gradients"]
         groups = self._options.grouped(dense)
         keys = [*map(id, dense), None]
@@ -265,25 +271,6 @@ class Gradients:
             else:
                 gradient.copy_(result)
         write_all(plain, to_tensors(arrays, plain))
-
-    def _flags(self, dense: Sequence[torch.Tensor], has: np.ndarray) -> torch.Tensor:
-        """Returns the flags as a tensor on the device of the gradients."""
-        likes = map(self._like, reversed(dense))
-        like = next((like for like in likes if like.is_floating_point()), torch.empty(0))
-        if has.all():  # a copy from the host would wait for the GPU
-            device = dense[0].device if dense else None
-            return torch.ones(len(has), dtype=like.dtype, device=device)
-        flags = to_torch(has, like)
-        return flags.to(dense[0].device) if dense else flags
-
-    def _dtype_for_flags(self, dense: Sequence[torch.Tensor]) -> np.dtype:
-        """Returns the dtype of the last floating-point gradient: it needs no further bucket."""
-        likes = map(self._like, reversed(dense))
-        floats = (like for like in likes if like.is_floating_point())
-        return dtype_of(next(floats, torch.empty(0)))
-
-    def _dtype(self, parameter: torch.Tensor) -> np.dtype:
-        return dtype_of(self._like(parameter))
 
     def _like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Returns an empty tensor of the dtype of the compressed gradient."""
@@ -325,6 +312,14 @@ def _completed(
         elif gradient.is_sparse and not keeps_rows and form is not None and form[1] is None:
             parameter.grad = gradient.to_dense()
     return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def _flags(dense: Sequence[torch.Tensor], has: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """Returns the flags as a tensor on the device of the gradients."""
+    device = dense[0].device if dense else None
+    if has.all():  # a copy from the host would wait for the GPU
+        return torch.ones(len(has), dtype=like.dtype, device=device)
+    return to_torch(has, like).to(device=device)
 
 
 def _hook_of(method: Any) -> Any:

@@ -72,15 +72,6 @@ class Widening:
         return result
 
 
-def widenings(buckets: Sequence[Bucket], op: ReduceOp) -> dict[int, Widening]:
-    """Returns the widenings of the buckets that need a wider dtype, by number of the bucket."""
-    return {
-        number: Widening(bucket, op)
-        for number, bucket in enumerate(buckets)
-        if not is_own_accumulator(bucket.dtype, op)
-    }
-
-
 class CrossNodeReduction:
     """Reduces buckets between the nodes of a communicator."""
 
@@ -100,15 +91,13 @@ class CrossNodeReduction:
         self.buckets = list(buckets)
         #: by number, the buckets that are widened, and so travel with the digests
         self.widened: dict[int, Widening] = {}
-        if not comm.is_one_node:
-            self._widen(widenings(buckets, op))
-
-    def _widen(self, candidates: dict[int, Widening]) -> None:
-        for number, widening in candidates.items():
-            narrow, self.buckets[number] = self.buckets[number], widening.bucket
-            self.widened[number] = widening
+        for number, narrow in enumerate(() if comm.is_one_node else buckets):
+            if is_own_accumulator(narrow.dtype, op):
+                continue
+            self.widened[number] = widening = Widening(narrow, op)
+            self.buckets[number] = widening.bucket
             # Of larger slices the bytes count: as pieces, a node sends those of all its ranks.
-            saves = widening.factor <= self._comm.topology.slices
+            saves = widening.factor <= comm.topology.slices
             saves = saves or self._largest_slice(number) <= MAX_PAYLOAD_NBYTES
             if not (saves and self.travels(number)):
                 self.buckets[number] = narrow

@@ -5,9 +5,9 @@ import types
 import numpy as np
 import pytest
 
-from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine.arithmetic import ReduceOp, is_own_accumulator
 from keras_dist._engine.buckets import plan_buckets
-from keras_dist._engine.collectives.cross_node import CrossNodeReduction, widenings
+from keras_dist._engine.collectives.cross_node import CrossNodeReduction, Widening
 from keras_dist._engine.compression import Compression
 from keras_dist._engine.mpi.topology import Links
 
@@ -19,7 +19,7 @@ def widened(dtype, op):
     """Returns the widening of the only bucket of some arrays; `None` if it has none."""
     dtype = np.dtype(dtype)
     [bucket] = plan_buckets([(shape, dtype) for shape in SHAPES], 2**20)
-    return widenings([bucket], op).get(0)
+    return None if is_own_accumulator(dtype, op) else Widening(bucket, op)
 
 
 @pytest.mark.parametrize(
