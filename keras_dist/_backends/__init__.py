@@ -110,10 +110,7 @@ class Backend(Protocol):
     def differentiable_host_callback(
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
-        """Adds a host function of an array, and its gradient, to a computation.
-
-        A rank calls such functions in program order, and those of gradients in reverse order.
-        """
+        """Adds a host function, called in program order, and its gradient, in reverse order."""
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
         """Calls a function as it is where the framework compiles the Python code of its caller."""
@@ -237,8 +234,7 @@ def in_use() -> list[Backend]:
 @functools.cache  # AutoGraph does not trace cached functions
 def _load(name: str) -> Backend:
     try:
-        backend: Backend = importlib.import_module(f"keras_dist._backends.{name}").backend
-        return backend
+        return importlib.import_module(f"keras_dist._backends.{name}").backend
     except ImportError:
         contract.check(name)  # raises the error that names what the framework lacks
         raise

@@ -67,10 +67,8 @@ PARAMETERS = dict.fromkeys(["queue", "on_device", "shapes", "are_alike", "comes_
 
 
 def _call(function: Any, now: Any, arrays: Sequence[Any], **parameters: Any) -> list[Any]:
-    """Adds a host call to a step."""
     given = PARAMETERS | parameters
-    results: list[Any] = _reduction.bind(now, *arrays, reduce=function, **given)
-    return results
+    return _reduction.bind(now, *arrays, reduce=function, **given)
 
 
 def _start(

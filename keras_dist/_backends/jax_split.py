@@ -138,15 +138,12 @@ class _Values:
         return self._known[atom]
 
     def set(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        """Sets the values of variables."""
         self._known.update(zip(variables, values, strict=True))
 
     def expect(self, variables: Sequence[Any], wait: Wait) -> None:
-        """Sets the function that waits for the values of variables."""
         self._waits.update(dict.fromkeys(variables, (variables, wait)))
 
     def wait(self) -> None:
-        """Waits for all values."""
         while self._waits:
             self._finish(*next(iter(self._waits.values())))
 

@@ -87,8 +87,7 @@ def _reduce_dense(fused: Any, gradients: Sequence[Any]) -> list[Any]:
 
 
 def _reduce_bucket(plan: Callable[[], Any], number: int, lend: bool, *arrays: Any) -> list[Any]:
-    reduced: list[Any] = plan().reduce_bucket(number, arrays, lend)
-    return reduced
+    return plan().reduce_bucket(number, arrays, lend)
 
 
 def _joined(bucket: Any, gradients: Sequence[Any]) -> list[Any]:

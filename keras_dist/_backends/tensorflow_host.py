@@ -83,8 +83,7 @@ def engine_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 def _to_array(tensor: Any) -> np.ndarray | DeviceArray:
     on_gpu = counts_host_memory() or (uses_gpu() and "GPU" in tensor.backing_device)
-    array: np.ndarray | DeviceArray = _device_array(tensor) if on_gpu else tensor.numpy()
-    return array
+    return _device_array(tensor) if on_gpu else tensor.numpy()
 
 
 def to_tensor(result: np.ndarray | DeviceArray) -> Any:
@@ -95,7 +94,6 @@ def to_tensor(result: np.ndarray | DeviceArray) -> Any:
 
 
 def _wait_for_gpu() -> None:
-    """Blocks until TensorFlow's work on the GPU has been done."""
     if uses_gpu() and not counts_host_memory():
         tf.test.experimental.sync_devices()
 
@@ -113,7 +111,6 @@ def _device_array(tensor: Any) -> DeviceArray:
 
 
 def _address_of(tensor: Any) -> int:
-    """Returns the address of a tensor, as DLPack describes it."""
     if tensor.dtype == tf.bool:  # not among the dtypes of DLPack
         tensor = tf.bitcast(tensor, tf.uint8)
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
@@ -242,7 +239,6 @@ def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _split(run: Any, shapes: Sequence[Any]) -> list[Any]:
-    """Returns the results in a run."""
     lines = [tf.TensorShape(shape).num_elements() // run.shape[1] for shape in shapes]
     pairs = zip(tf.split(run, lines), shapes, strict=True)
     return [tf.reshape(result, shape) for result, shape in pairs]
@@ -272,8 +268,7 @@ class QueuedBuckets:
         """Adds an operation that waits for a bucket; call it when all have been queued."""
 
         def wait(*_: Any) -> list[Any]:
-            reduced: list[Any] = self._handles.pop(number).wait()
-            return reduced
+            return self._handles.pop(number).wait()
 
         # A thread of TensorFlow that waits computes nothing: first, all buckets are queued.
         dtypes = [tensor.dtype for tensor in tensors]

@@ -187,7 +187,6 @@ class Torch(Backend):
 
     @contextlib.contextmanager
     def train_step_for_host(self, model: Any, with_rows: Callable[..., Any]) -> Iterator[Any]:
-        """Enables overlap in the step."""
         yield in_train_step
 
     def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class ReadyGradients:
         self._handles: list[Any] = []
 
     def add(self, index: int, array: Any) -> None:
-        """Adds a gradient, and queues the buckets that it completes."""
         self._arrays[index] = array
         for number in range(len(self._handles), len(self._fused.buckets)):
             members = [slot.index for slot in self._fused.buckets[number].slots]
@@ -80,7 +79,6 @@ class ReadyGradients:
             self._handles.append(self._fused.queue_bucket(number, arrays))
 
     def is_complete(self) -> bool:
-        """Returns whether all gradients have been added."""
         return len(self._handles) == len(self._fused.buckets)
 
     def results(self) -> list[Any]:
@@ -114,15 +112,12 @@ class _Overlap:
         self._reset()
 
     def is_alive(self) -> bool:
-        """Returns whether its plan still exists."""
         return self._fused() is not None
 
     def is_for(self, fused: Any) -> bool:
-        """Returns whether it queues the buckets of a plan."""
         return bool(self._hooks) and self._fused() is fused
 
     def stop(self) -> None:
-        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -140,7 +135,6 @@ class _Overlap:
         self._versions: dict[int, Any] = {}
 
     def _add(self, index: int, parameter: torch.Tensor) -> None:
-        """Adds the gradient of a parameter, and queues the buckets that it completes."""
         fused = self._fused()
         gradient = parameter.grad
         if fused is None or gradient is None or not _is_in_step():

@@ -37,8 +37,7 @@ def differentiable(
     Autograd, which is slow for many small tensors, takes part only if it records.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        results: tuple[torch.Tensor, ...] = _Function.apply(run, back, *tensors)
-        return results
+        return _Function.apply(run, back, *tensors)
     return run(*tensors)
 
 
@@ -181,8 +180,7 @@ def to_tensor(array: np.ndarray | DeviceArray, like: torch.Tensor) -> torch.Tens
     """Returns an array as a tensor like another, whose stream waits until it has been written."""
     if not isinstance(array, DeviceArray):
         return to_torch(array, like)
-    tensor: torch.Tensor = array.finish(_stream_of(like))
-    return tensor
+    return array.finish(_stream_of(like))
 
 
 def to_tensors(arrays: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:

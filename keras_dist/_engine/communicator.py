@@ -56,36 +56,12 @@ class FaultState:
     on_missing: Callable[[], None] | None = None
 
     def tell_missing(self) -> None:
-        """Calls `on_missing`, if it is set."""
         if self.on_missing is not None:
             self.on_missing()
 
 
 class Communicator:
-    """Ranks that train together: all ranks of the job, or those of a process set.
-
-    Attributes:
-        topology: the place of this rank among nodes; `rank`, `size`, `world` and `is_one_node` are
-            here as well.
-        node: shared memory of the ranks of this node; `None` where there is none.
-        digests: the check before every collective.
-        links: the network between nodes.
-        order: the order in which collectives run; `lock` is its lock.
-        services: what runs beside the collectives.
-        faults: ranks that died, joined or differed.
-        plans: plans of recent single calls, the oldest first.
-        fast_calls: short paths of recent single calls, by their arguments.
-        regions: the shared memory of single calls.
-        results: memory of their results that is used again.
-        idle_memory: shared memory of gradients that are no longer reduced.
-        row_memory: memory of the rows of sparse reductions.
-        fewest_cores: number of cores of the rank that has fewest.
-        subsets: number of process sets of the job.
-        gpus: the GPUs of the ranks of the job; `gpu_options` and `gpu_path` say how they are used.
-        tells_gpu_path: whether the path has been logged.
-        nccl: the ranks in NCCL; `None` until they use it.
-        meets_once: whether they launch what they know before they meet, see `nccl_launch`.
-    """
+    """Ranks that train together: all ranks of the job, or those of a process set."""
 
     def __init__(
         self,
@@ -109,21 +85,21 @@ class Communicator:
         if job is not None and not self.thread_multiple:
             shared = job.order
         self.order: CollectiveOrder = CollectiveOrder(label, self.where, shared)
-        self.services = Services(self)
+        self.services = Services(self)  # what runs beside the collectives
         self.faults = FaultState()
         self._forget_calls()
         self.idle_memory = IdleMemory()
         self.row_memory = RowMemory()
-        self.fewest_cores = 1
-        self.subsets = 0
-        self.gpus: Sequence[Any] = ()
-        self.gpu_options: tuple[str, bool] = ("host", False)
+        self.fewest_cores = 1  # of a rank
+        self.subsets = 0  # process sets of the job
+        self.gpus: Sequence[Any] = ()  # of the ranks of the job
+        self.gpu_options: tuple[str, bool] = ("host", False)  # and the path: how they are used
         self.gpu_path: Any = None
-        self.tells_gpu_path = False
-        self.nccl: Any = None
-        self.meets_once = True
+        self.tells_gpu_path = False  # whether it has been logged
+        self.nccl: Any = None  # the ranks in NCCL, when they use it
+        self.meets_once = True  # whether they launch what they know first, see `nccl_launch`
         self._warned = False
-        self.node: Node | None = None
+        self.node: Node | None = None  # shared memory of the ranks of this node, if there is any
         self._fence: MemoryFence | None = None
         self.links = Links()
         self._set_topology(Topology())
@@ -203,9 +179,8 @@ class Communicator:
                     raise  # otherwise a rank has died and its communicators are abandoned
 
     def _forget_calls(self) -> None:
-        """Drops plans and memory of single calls."""
-        self.plans: dict[Any, Any] = {}
-        self.fast_calls: dict[Any, Any] = {}
+        self.plans: dict[Any, Any] = {}  # of recent single calls, the oldest first
+        self.fast_calls: dict[Any, Any] = {}  # short paths of recent single calls
         self.regions, self.results = RegionPool(), ResultPool()
 
     def watch(self, period: int, limit: int) -> None:

@@ -250,7 +250,6 @@ class Wire:
             self.unpack(self.pack(np.zeros(3, original)))
 
     def pack(self, array: np.ndarray) -> np.ndarray:
-        """Returns the array to send."""
         if self.is_plain:
             return array
         # Overflow is the caller's to judge: it reaches every rank.
@@ -259,7 +258,6 @@ class Wire:
         return self._checked("compress", packed, array.shape, self.dtype)
 
     def unpack(self, array: np.ndarray) -> np.ndarray:
-        """Returns the numbers of an array that was received."""
         if self.is_plain:
             return array
         with np.errstate(all="ignore"):

@@ -36,7 +36,6 @@ class ResultMemory:
 
     @property
     def is_held(self) -> bool:
-        """Returns whether the last result is still held."""
         return self._base is not None and self._base() is not None
 
     def take(self) -> np.ndarray:
@@ -149,7 +148,6 @@ class IdleMemory:
             idle.release()
 
     def clear(self) -> None:
-        """Releases all plans."""
         for plan in list(self._last_uses):
             plan.release()
         self._last_uses.clear()

@@ -24,7 +24,6 @@ class File:
             raise self._error("to be readable through MPI", str(failure)) from failure
 
     def read_at(self, offset: int, target: np.ndarray) -> None:
-        """Reads bytes from an offset of the file."""
         for low in range(0, target.size, MAX_NBYTES):
             part = target[low : low + MAX_NBYTES]
             status = self._mpi.Status()

@@ -133,7 +133,6 @@ def sees_dead_ranks(world: Any) -> bool:
 
 
 def _missing(mpi: Any, before: Any, after: Any) -> list[int]:
-    """Returns the ranks of a communicator that are not in another one."""
     old, new = before.Get_group(), after.Get_group()
     indices = old.Translate_ranks(None, new)
     old.Free()

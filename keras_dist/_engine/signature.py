@@ -155,7 +155,6 @@ def _compare(
 
 
 def _describe_buckets(call: CollectiveSignature) -> str:
-    """Returns the number of buckets and the indices of the first few."""
     some = ", ".join(str(list(bucket)) for bucket in call.buckets[:4])
     more = " ..." if len(call.buckets) > 4 else ""
     return f"{len(call.buckets)} buckets of gradients {some}{more}"
@@ -177,7 +176,6 @@ class OpOptions:
     gradients: GradientSet | None = None
 
     def signature(self, operation: str, **fields: Any) -> CollectiveSignature:
-        """Returns the signature of an operation with these options."""
         return CollectiveSignature(
             operation,
             op=self.op.value,

@@ -229,7 +229,6 @@ class Runtime:
         return array[:nbytes]
 
     def _pinned(self, size: int) -> int:
-        """Returns the address of pinned memory of a size."""
         with contextlib.suppress(IndexError):
             return self._unused.setdefault(size, []).pop()
         self.use()

@@ -37,12 +37,7 @@ class Concatenation:
 
 
 class DeviceArray:
-    """An array in GPU memory, contiguous in row-major order, that a tensor of a framework owns.
-
-    Attributes:
-        written: an event after the work that writes it; `None` if there is none yet.
-        completion: the end of an operation of the engine that writes it; `None` if there is none.
-    """
+    """An array in GPU memory, contiguous in row-major order, that a tensor of a framework owns."""
 
     def __init__(
         self,
@@ -57,8 +52,8 @@ class DeviceArray:
         self.address, self.shape, self.dtype = address, shape, dtype
         self.owner, self._allocate = owner, allocate
         self._stream, self.joiner = stream, joiner
-        self.written: Event | None = None
-        self.completion: Completion | None = None
+        self.written: Event | None = None  # after the work that writes it
+        self.completion: Completion | None = None  # of an operation of the engine that writes it
         self._prepared: DeviceArray | Exception | None = None
 
     @property
@@ -215,10 +210,7 @@ class Staging:
         self._rising: collections.deque[Half] = collections.deque()  # with copies up
 
     def down(self, arrays: Sequence[DeviceArray]) -> Half:
-        """Starts to copy arrays into pinned memory, after the work that writes them.
-
-        Blocks while the results of the call before the last are copied up: their memory is next.
-        """
+        """Starts to copy arrays into pinned memory; blocks while results before the last rise."""
         while len(self._rising) > 1:
             with contextlib.suppress(IndexError):  # another thread has taken it
                 self._rising.popleft().wait()

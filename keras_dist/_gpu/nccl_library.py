@@ -64,10 +64,7 @@ def version_text(code: int) -> str:
 
 
 class Nccl:
-    """NCCL's functions. Each raises `NcclError` where NCCL reports an error.
-
-    Communicators do not block: a call returns before it has been done, see `settled`.
-    """
+    """NCCL's functions, which raise `NcclError`. Communicators do not block, see `settled`."""
 
     def __init__(self, table: Table):
         self.path = table.path
@@ -129,7 +126,6 @@ class Nccl:
         self._abort(comm)
 
     def start(self) -> None:
-        """Starts a group: operations that are launched at once."""
         self._check(self._start(), "the start of a group")
 
     def end(self) -> None:

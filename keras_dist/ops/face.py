@@ -25,8 +25,7 @@ def face(operation: Callable[..., Any]) -> Callable[[F], F]:
     """Decorates a framework's form of an operation; see `described_by` and `raises_on_all`."""
 
     def declare(function: F) -> F:
-        declared: Any = raises_on_all(described_by(operation)(function))
-        return declared
+        return raises_on_all(described_by(operation)(function))
 
     return declare
 
@@ -73,7 +72,6 @@ class Reduction:
         return _engine.parse_op(self.op, runtime.where()) in (Average, Sum)
 
     def check_differentiable(self) -> None:
-        """Checks that the reduction has a gradient."""
         if not self.is_differentiable:
             raise errors.ArgumentError(
                 runtime.where(),

@@ -45,7 +45,6 @@ class ReductionOptions:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A hashable key, equal for equal options."""
         groups = self.groups
         if not isinstance(groups, int):
             groups = tuple(tuple(id(variable) for variable in group) for group in groups)
@@ -54,7 +53,6 @@ class ReductionOptions:
 
     @property
     def wire(self) -> _engine.Compressor:
-        """Wire format of numbers between nodes."""
         given = self.compression
         return given if isinstance(given, _engine.Compressor) else _engine.Compression.none
 
@@ -68,7 +66,6 @@ class ReductionOptions:
 
     @property
     def dense(self) -> bool:
-        """Whether sparse gradients are converted to dense ones."""
         return self.sparse_as_dense or self.op is _engine.ReduceOp.ADASUM
 
     @property
@@ -91,7 +88,6 @@ class ReductionOptions:
         return _engine.ReduceOp.SUM, 1 / self.predivide, self.predivide / size
 
     def grouped(self, variables: Sequence[Any]) -> list[list[int]]:
-        """Returns the indices of the variables of each group."""
         if isinstance(self.groups, int):
             equal = np.array_split(np.arange(len(variables)), self.groups)
             return [group.tolist() for group in equal if len(group)]

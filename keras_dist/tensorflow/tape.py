@@ -266,7 +266,6 @@ def _reductions_of(sources: Sequence[Any]) -> dict[Any, GradientReduction]:
 
 
 def _replace_at(indices: Sequence[int], new: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Returns a list of values with new values at some indices."""
     result = list(values)
     for index, value in zip(indices, new, strict=True):
         result[index] = value

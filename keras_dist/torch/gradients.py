@@ -89,7 +89,6 @@ class Gradients:
 
     @property
     def process_set(self) -> Any:
-        """The process set of the reduction."""
         return self._options.process_set
 
     def is_shared(self) -> bool:
@@ -97,7 +96,6 @@ class Gradients:
         return runtime.includes_me(self.process_set) and self._communicator().size > 1
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Registers hooks on the parameters that require gradients and have no hook."""
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
                 self._watched[parameter] = len(self._watched)
@@ -201,7 +199,6 @@ class Gradients:
         return dtype, None if self._options.dense else index_dtype
 
     def _add(self, parameter: torch.Tensor) -> None:
-        """Counts a backward pass, and queues the buckets that it completes."""
         self.are_reduced = False
         number = self._watched[parameter]
         count = self._counts[number] = self._counts.get(number, 0) + 1
@@ -247,7 +244,6 @@ class Gradients:
         return Layout(plan, dense, brought)
 
     def _contribution(self, parameter: torch.Tensor) -> Any:
-        """Returns the contribution of this rank to the reduction of a gradient."""
         gradient: Any = parameter.grad
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         [tensor], self._contexts[id(parameter)] = compressed(self._compression, [dense])
@@ -315,7 +311,6 @@ def _completed(
 
 
 def _flags(dense: Sequence[torch.Tensor], has: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Returns the flags as a tensor on the device of the gradients."""
     device = dense[0].device if dense else None
     if has.all():  # a copy from the host would wait for the GPU
         return torch.ones(len(has), dtype=like.dtype, device=device)
@@ -323,7 +318,6 @@ def _flags(dense: Sequence[torch.Tensor], has: np.ndarray, like: torch.Tensor) -
 
 
 def _hook_of(method: Any) -> Any:
-    """Returns a hook that calls a method through a weak reference."""
 
     def hook(parameter: torch.Tensor) -> None:
         alive = method()

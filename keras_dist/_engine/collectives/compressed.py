@@ -96,7 +96,6 @@ class CompressedAllreduce(FusedAllreduce):
         return results
 
     def release(self) -> None:
-        """Frees its memory until the plan is used again; the same on all ranks."""
         for part in self._parts:
             part.release()
 
@@ -140,7 +139,6 @@ class _CompressedMessages:
         return self._plan(shapes, self.options, self.plan)
 
     def other(self, shapes: Shapes) -> FusedAllreduce:
-        """Returns the plan of a later message."""
         plan = dataclasses.replace(self.plan, counts_updates=False)
         return self._plan(shapes, dataclasses.replace(self.options, gradients=None), plan)
 
@@ -228,7 +226,6 @@ class _Part:
         return results
 
     def release(self) -> None:
-        """Frees memory."""
         for plan in self._messages.made:
             plan.release()
         self._memory = ResultMemory(self._bucket.count, self._bucket.dtype)

@@ -57,7 +57,6 @@ class Widening:
             return flat.astype(self.bucket.dtype)
 
     def narrow(self, total: np.ndarray, ranks: int) -> np.ndarray:
-        """Returns the result in the dtype of the narrow bucket."""
         result = aligned_array(self._narrow.count, self._narrow.dtype)
         with spans.phase("copy out"), np.errstate(all="ignore"):  # the caller judges overflow
             if self._is_halved:
@@ -104,11 +103,7 @@ class CrossNodeReduction:
                 del self.widened[number]
 
     def reduces_on_node(self, number: int) -> bool:
-        """Returns whether a large bucket is reduced on each node first.
-
-        Narrow floats and averages of integers are not, unless they are widened: the sum of a node
-        would be rounded, or overflow.
-        """
+        """Returns whether nodes can reduce a bucket first: their sums are not rounded."""
         if self._comm.is_one_node or number in self.widened:
             return True
         return is_own_accumulator(self.buckets[number].dtype, self._op)
@@ -141,7 +136,6 @@ class CrossNodeReduction:
         result: np.ndarray,
         count: int | None = None,
     ) -> Payload:
-        """Returns a bucket that travels; see `Payload`."""
         if number not in self._legs:
             bucket, comm = self.buckets[number], self._comm
             legs = None
@@ -201,7 +195,6 @@ class CrossNodeReduction:
         reduce_through_mpi(world, source, target, sums, wire, links, self._library)
 
     def _divisor(self, number: int) -> int:
-        """Returns the divisor of what is reduced by `op_on_node`."""
         is_divided_later = number in self.widened and self.widened[number].divides
         return 1 if is_divided_later or self.op_on_node is self._op else self._comm.size
 

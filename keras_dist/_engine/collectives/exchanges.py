@@ -37,7 +37,6 @@ class Gradient:
 
     @property
     def place(self) -> tuple[Hashable, int, np.dtype]:
-        """The arguments of `Feedback.error`."""
         return self.key, self.count, self.dtype
 
 

@@ -13,21 +13,14 @@ import numpy as np
 
 @dataclasses.dataclass
 class Feedback:
-    """What a rank keeps of the gradients of one optimizer, by the key of the variable.
+    """What a rank keeps of the gradients of one optimizer, by the key of the variable."""
 
-    Attributes:
-        step: number of updates; equal on all ranks.
-        errors: flat arrays, what this rank has not sent.
-        bases: columns onto which the next gradients are projected; equal on all ranks.
-        agreed: the ranks that have made sure that they are.
-        keys: all keys in the order of all ranks, where plans have some of the variables each.
-    """
-
-    step: int = 0
+    step: int = 0  # number of updates; equal on all ranks
+    #: flat arrays, what this rank has not sent; columns onto which the next gradients are projected
     errors: dict[Hashable, np.ndarray] = dataclasses.field(default_factory=dict)
     bases: dict[Hashable, np.ndarray] = dataclasses.field(default_factory=dict)
-    agreed: Any = None
-    keys: Sequence[Hashable] = ()
+    agreed: Any = None  # the ranks that have made sure that the bases are equal
+    keys: Sequence[Hashable] = ()  # in the order of all ranks, where plans have some of them each
 
     def error(self, key: Hashable, count: int, dtype: np.dtype) -> np.ndarray:
         """Returns the error of a variable; zeros if there is none of this size and dtype."""

@@ -129,7 +129,6 @@ class FusedAllreduce(HostBuckets):
             raise
 
     def weak(self) -> WeakPlan:
-        """Returns the plan for the host functions of a graph."""
         self.is_in_graph = True
         comm = self.comm
         return WeakPlan(self, self.call.operation, self._plan.ranks or (lambda: comm))

@@ -99,7 +99,6 @@ class HostBuckets:
         return self.memory.lends
 
     def release(self) -> None:
-        """Frees its memory until the plan is used again; the same on all ranks."""
         self.memory.release()
 
     def reduce_on_host(
@@ -171,7 +170,6 @@ class HostBuckets:
         return self._cross_node.widened.get(number)
 
     def travels(self, number: int, reduction: BucketReduction | None) -> bool:
-        """Returns whether a bucket crosses nodes with the digests."""
         # If memory could not be shared, ranks of a node have no sum of their own.
         has_sum = reduction is not None or self.comm.node is None
         return has_sum and self._cross_node.travels(number)
@@ -179,7 +177,6 @@ class HostBuckets:
     def payload(
         self, number: int, arrays: Sequence[np.ndarray], reduction: BucketReduction | None
     ) -> Payload | None:
-        """Returns the bucket as a payload, if it travels with the digests."""
         if not self.travels(number, reduction):
             return None
         if isinstance(reduction, Sliced):
@@ -267,7 +264,6 @@ class HostBuckets:
             count_update(self.comm.ranks)
 
     def postscale(self, ranks: int) -> float:
-        """Returns the factor of the results of a number of ranks."""
         share = self._size / ranks if self._plan.divides else 1.0
         return self.call.postscale * share
 

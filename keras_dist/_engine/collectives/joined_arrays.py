@@ -34,7 +34,6 @@ class JoinedArrays:
                 self._joined = error
 
     def take(self) -> Taken:
-        """Returns the operands of a reduction; see `Taken`."""
         first = self.arrays[0]
         if len(self.arrays) == 1:
             target = first.empty()
@@ -62,11 +61,9 @@ class JoinedArrays:
         return parts
 
     def sources(self) -> list[DeviceArray]:
-        """Returns the arrays to copy to the host."""
         return self.arrays if self._joiner is None or len(self.arrays) == 1 else [self._flat()]
 
     def to_host(self) -> list[np.ndarray]:
-        """Returns the arrays of the bucket as copies on the host."""
         return self.unpacked([array.to_host() for array in self.sources()])
 
     def targets(self) -> list[DeviceArray]:

@@ -57,7 +57,6 @@ class OwnMemory:
         return (self._reductions or {}).get(number)
 
     def result(self, number: int) -> np.ndarray:
-        """Returns memory for a result of the caller's own."""
         return self._results[number].take()
 
     def _allocate(self) -> dict[int, BucketReduction] | None:

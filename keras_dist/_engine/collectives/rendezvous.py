@@ -159,8 +159,7 @@ def key_of(operation: Callable[..., Any]) -> Callable[..., str | None]:
 
     def find(*args: Any, **kwargs: Any) -> str | None:
         found = args[index] if len(args) > index else kwargs.get(holder)
-        key: str | None = found.key if found is not None and holder == "options" else found
-        return key
+        return found.key if found is not None and holder == "options" else found
 
     return find
 

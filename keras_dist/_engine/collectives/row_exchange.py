@@ -73,7 +73,6 @@ def exchange_rows_of_nodes(
 
 
 def _memory(comm: Communicator, mine: Rows, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns shared memory of rows and their indices; `None` if there is none."""
     if comm.node is None:
         return None
     row_nbytes = mine.width * mine.dtype.itemsize
@@ -104,7 +103,6 @@ def _rendezvous(
     slices: Sequence[slice],
     failure: Exception | None,
 ) -> None:
-    """Waits until the memory of this node has the rows of all ranks."""
     is_ready = failure is None
     is_ready = _barrier_on_node(comm, is_ready) and is_ready
     if not comm.is_one_node:
@@ -129,7 +127,6 @@ def _barrier_on_node(comm: Communicator, is_ready: bool) -> bool:
 def _cross_nodes(
     comm: Communicator, memory: Sequence[np.ndarray], slices: Sequence[slice], is_ready: bool
 ) -> bool:
-    """Exchanges a part of the rows of each node with the ranks of equal local rank."""
     topology = comm.topology
     sizes = [len(node) for node in topology.nodes]
     lasts = np.cumsum(sizes) - 1

@@ -84,7 +84,6 @@ class RowGroups:
     def _add_further(
         self, rows: np.ndarray, block: np.ndarray, low: int, repeated: np.ndarray
     ) -> None:
-        """Adds the second and further rows of indices to a block."""
         counts = self._ends[repeated] - self._starts[repeated]
         turns = _turns(counts)
         for turn in range(1, turns):
@@ -111,7 +110,6 @@ def _turns(counts: np.ndarray) -> int:
 
 
 def _add_in_order(total: np.ndarray, rows: np.ndarray, places: np.ndarray) -> None:
-    """Adds many rows to one."""
     step = max(1, BLOCK_NBYTES // max(1, total.nbytes))
     part = np.empty((min(step, len(places)) + 1, *total.shape), total.dtype)
     for low in range(0, len(places), step):
@@ -192,7 +190,6 @@ def reduce_slices(
 
 
 def _contribution(values: np.ndarray, indices: np.ndarray, op: ReduceOp, adds_up: bool) -> Rows:
-    """Returns the rows of a rank."""
     halved = needs_halves(values.dtype, op)
     dtype = values.dtype if halved else accumulator(values.dtype, op)
     width = math.prod(values.shape[1:])
@@ -212,7 +209,6 @@ def _add_up(groups: RowGroups, rows: np.ndarray, sums: np.ndarray) -> None:
 def _reduce(
     groups: RowGroups, rows: np.ndarray, results: np.ndarray, op: ReduceOp, count: int
 ) -> None:
-    """Reduces the rows of `count` ranks into an array."""
     if needs_halves(results.dtype, op):
         high, low = np.empty_like(results), np.empty_like(results)
         for half, total in zip(halves(rows), (high, low), strict=True):

@@ -39,12 +39,9 @@ def have(ranks: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """State of a rank.
+    """The waits of a rank (ranks, operation and seconds), its progress, and its stacks.
 
-    Args:
-        waits: for each waiting thread the ranks, the operation and the seconds; where several
-            threads run tasks, the operation has the progress of its own.
-        progress: that of the process; empty where several threads run tasks.
+    Where several threads run tasks, an operation has the progress of its own, and the process none.
     """
 
     waits: tuple[tuple[Ranks, str, float], ...]

@@ -176,7 +176,6 @@ class StallWatchdog:
             self._mailbox.post(rank, message)
 
     def _receive(self) -> list[Any]:
-        """Returns the messages that have arrived. Does not block."""
         found = self._mailbox.receive() if self._mailbox is not None and self._talks else []
         if found:
             self._busy_until = time.perf_counter() + self._patience
@@ -237,7 +236,6 @@ class StallWatchdog:
             case.ends, case.due, case.asked = True, 0.0, ()
 
     def _investigate(self, case: _Case) -> None:
-        """Asks the ranks of a case, and reports when all have answered or time is over."""
         now = time.perf_counter()
         if not case.asked:
             if now >= case.due:

@@ -129,14 +129,10 @@ class DigestExchange:
         return same
 
     def _answer(self, same: bool) -> bytes:
-        """Returns what tells ranks of this node that have no peers the answer, as a digest.
-
-        Those bring `SAME`, which differs from `DIFFERENT` of the others.
-        """
+        """Returns what ranks without peers, which bring `SAME`, take as the answer: a digest."""
         return SAME if same or not self._has_peers else DIFFERENT
 
     def _finish(self, steps: Generator[None, None, bool]) -> bool:
-        """Runs steps to their end."""
         start = time.perf_counter()
         try:
             while True:

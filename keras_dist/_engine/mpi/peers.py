@@ -121,7 +121,6 @@ def combine_rows(rows: Sequence[T], combine: Callable[[T, T], T]) -> tuple[T, T]
 
 
 def _power_of_two(count: int) -> int:
-    """Returns the largest power of two up to a number."""
     return 1 << (count.bit_length() - 1)
 
 
@@ -298,7 +297,6 @@ class Peers:
         return total
 
     def _return(self, leg: _Leg, result: np.ndarray) -> list[Any]:
-        """Starts to exchange parts of the result."""
         received, sent = result[leg.kept].view(np.uint8), result[leg.given].view(np.uint8)
         return [
             self._world.Irecv(received, leg.peer, HALF),
@@ -307,7 +305,6 @@ class Peers:
 
 
 def _message(memory: np.ndarray, part: slice, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a message with a part of a bucket, and its numbers."""
     message = memory[: HEADER_NBYTES + (part.stop - part.start) * dtype.itemsize]
     return message, message[HEADER_NBYTES:].view(dtype)
 

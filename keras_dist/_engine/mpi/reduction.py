@@ -127,7 +127,6 @@ class Combination:
     nodes: Sequence[Sequence[int]] = ()
 
     def reduce_into(self, result: np.ndarray, numbers: Sequence[np.ndarray]) -> None:
-        """Reduces contributions, given in rank order."""
         if len(self.nodes) <= 1:
             reduce_into(result, iter(numbers), self.op)
             return
@@ -191,7 +190,6 @@ def reduce_through_mpi(
 def _reduce_by_library(
     world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, mpi: Any
 ) -> None:
-    """Reduces by `MPI_Allreduce`."""
     step = transfer.MAX_NBYTES // source.itemsize
     op = getattr(mpi, _MPI_OPS[sums.op])
     for low in range(0, source.size, step):
@@ -206,7 +204,6 @@ def _reduce_by_library(
 def _reduce_everything(
     world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, wire: Wire
 ) -> None:
-    """Sends all contributions to all ranks."""
     rows = np.empty((world.Get_size(), source.size), wire.dtype)
     with blocked:
         world.Allgather(as_bytes(wire.pack(source)), as_bytes(rows))
@@ -274,7 +271,6 @@ class _ReductionMessages:
         return [rows[rank] for rank in sorted(rows)]
 
     def send_result(self, number: int, total: np.ndarray) -> None:
-        """Starts to send the result of a piece, and to receive those of others."""
         packed = self._wire.pack(total)
         mine = self._target[self._pieces.part(number)]
         if not np.may_share_memory(mine, packed):
@@ -296,7 +292,6 @@ class _ReductionMessages:
             ]
 
     def finish(self) -> None:
-        """Waits for the results of all pieces."""
         for part, row, request in self._results:
             wait(request)
             if not self._wire.is_plain:

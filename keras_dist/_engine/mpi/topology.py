@@ -26,33 +26,18 @@ class Topology:
     """The ranks of an MPI communicator, and which of them share a node.
 
     Describes one process until `discover` has run.
-
-    Attributes:
-        rank: this rank, 0 to `size - 1`.
-        size: number of ranks.
-        local_rank: index of this rank on its node.
-        local_size: number of ranks on this node.
-        cross_rank: index of this node among those that have a rank of this `local_rank`.
-        cross_size: number of those nodes.
-        is_homogeneous: whether all nodes have the same number of ranks.
-        nodes: ranks of each node, both in ascending order of their first rank.
-        slices: number of ranks of the smallest node: as many slices of an array cross nodes.
-        first_on_node: the first rank of this node.
-        local: MPI communicator of the ranks of this node.
-        across: MPI communicator of the ranks of this `local_rank`, one on each node that has it, in
-            the order of `nodes`.
     """
 
     def __init__(self, world: Any | None = None):
         self.world: Any = world
-        self.local: Any = None
-        self.across: Any = None
+        self.local: Any = None  # MPI's communicator of the ranks of this node
+        self.across: Any = None  # that of this local rank, in the order of `nodes`
         self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
-        self.cross_rank, self.cross_size = 0, 1
-        self.is_homogeneous = True
-        self.nodes = [[0]]
-        self.slices = 1
+        self.cross_rank, self.cross_size = 0, 1  # among the nodes that have this local rank
+        self.is_homogeneous = True  # whether all nodes have the same number of ranks
+        self.nodes = [[0]]  # the ranks of each, both in the order of their first rank
+        self.slices = 1  # ranks of the smallest node: as many slices of an array cross nodes
         self.first_on_node = 0
 
     def discover(self, mpi: Any) -> None:
@@ -82,7 +67,6 @@ class Topology:
 
     @property
     def mpi_communicators(self) -> tuple[Any, ...]:
-        """The MPI communicators, to free or to revoke."""
         return tuple(comm for comm in (self.across, self.local, self.world) if comm is not None)
 
 

@@ -43,7 +43,6 @@ class Launch:
         self._event, self._arrays = event, arrays
 
     def is_done(self) -> bool:
-        """Returns whether it has ended, successfully or not."""
         return self.error is not None or self._event.is_reached()
 
     def fail(self, error: Exception) -> None:
@@ -54,7 +53,6 @@ class Launch:
         self.error = error
 
     def forget(self) -> None:
-        """Lets go of its arrays."""
         self._arrays = ()
 
     def wait(self) -> None:
@@ -91,7 +89,6 @@ class LaunchWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, launch: Launch) -> None:
-        """Watches a launch, after the earlier ones."""
         with self._changed:
             self._launches.append(launch)
             if self._thread is None:
@@ -102,7 +99,6 @@ class LaunchWatch:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Waits until all launches have ended."""
         with self._changed:
             self._changed.wait_for(lambda: not self._launches)
 
@@ -116,7 +112,6 @@ class LaunchWatch:
             self._thread.join()
 
     def fail(self, error: Exception) -> None:
-        """Makes all launches that have not ended fail."""
         with self._changed:
             for launch in self._launches:
                 launch.fail(error)

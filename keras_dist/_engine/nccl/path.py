@@ -64,7 +64,6 @@ def choose_path(
 
 
 def _reason(gpus: Sequence[RankGpu], ranks: Sequence[int], shares: bool) -> str | None:
-    """Returns why NCCL cannot be used; `None` if it can."""
     for rank, gpu in zip(ranks, gpus, strict=True):
         if gpu.facts.reason:
             return f"rank {rank}: {gpu.facts.reason}"
@@ -96,8 +95,7 @@ def path_of(comm: "Communicator") -> GpuPath:
             gpus = [job.gpus[rank] for rank in comm.ranks]
             setting, shares = job.gpu_options
             comm.gpu_path = choose_path(setting, gpus, comm.ranks, shares)
-    path: GpuPath = comm.gpu_path
-    return path
+    return comm.gpu_path
 
 
 def is_defined(op: ReduceOp, dtype: np.dtype, factor: float) -> bool:

@@ -42,13 +42,7 @@ class FailedElsewhere(Exception):
 
 
 class NcclRanks:
-    """NCCL's communicator of some ranks, and its stream. Collective to make; blocks.
-
-    Attributes:
-        launched: launches since the ranks last met; those are not known to be the same on all.
-        step: the plan whose buckets are being launched, and the next one; `None` for none.
-        known: digests of operations that all ranks have launched.
-    """
+    """NCCL's communicator of some ranks, and its stream. Collective to make; blocks."""
 
     _nccl: Nccl
     _runtime: Runtime
@@ -59,9 +53,9 @@ class NcclRanks:
         self._factors: dict[tuple[float, np.dtype], int] = {}
         self._failure: Exception | None = None
         self._watch: LaunchWatch | None = None
-        self.launched = 0
-        self.known: set[bytes] = set()
-        self.step: tuple[Any, int] | None = None
+        self.launched = 0  # since the ranks last met: maybe not the same on all
+        self.known: set[bytes] = set()  # digests of operations that all ranks have launched
+        self.step: tuple[Any, int] | None = None  # the plan that is launched, and its next bucket
         self._last: Launch | None = None
         self._agreed: Launch | None = None  # the last one that is known to be the same on all
         self._failures = Mailbox(comm.world)  # of ranks that fail before their launch
@@ -136,7 +130,6 @@ class NcclRanks:
         return self._factors[key]
 
     def allreduce(self, source: DeviceArray, target: DeviceArray, code: int) -> None:
-        """Reduces an array; `code` is that of `code_of`. Called by the group of `launch`."""
         self._nccl.allreduce(
             source.address,
             target.address,
@@ -278,7 +271,6 @@ class NcclRanks:
             return self._nccl.settled(self._handle)
 
     def _check(self) -> None:
-        """Raises if an operation will not end."""
         self._check_ranks()
         with self._turn:
             if self._handle:
@@ -311,8 +303,7 @@ def nccl_of(comm: "Communicator") -> NcclRanks:
     """Returns the ranks in NCCL; `connect` follows. Collective at the first call; blocks."""
     if comm.nccl is None:
         comm.nccl = NcclRanks(comm)
-    ranks: NcclRanks = comm.nccl
-    return ranks
+    return comm.nccl
 
 
 def abandon(comm: "Communicator", failure: Exception) -> None:

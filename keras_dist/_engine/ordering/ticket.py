@@ -43,7 +43,6 @@ class UnseenError:
         self._error = error
 
     def check(self) -> None:
-        """Raises the error, once."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -145,7 +144,6 @@ class Handle(Ticket):
         self._ended.set()
 
     def _log_error(self) -> None:
-        """Logs the error, unless there is none or it has been reported."""
         if self.error is not None and not self._reported:
             self._reported = True
             _log.error(

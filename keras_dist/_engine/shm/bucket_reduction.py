@@ -63,7 +63,6 @@ class CopyIn:
         rows: Sequence[np.ndarray],
         chunks: Sequence[BucketRange],
     ) -> None:
-        """Uses shared memory."""
 
         def target(owner: int, rank: int, turn: int) -> np.ndarray:
             """Returns the memory to which `rank` copies the slice that `owner` reduces."""
@@ -96,7 +95,6 @@ class CopyIn:
             self._chunks.append(parts)
 
     def publish(self, arrays: Sequence[np.ndarray], turn: int) -> None:
-        """Makes the arrays of this rank visible to the others, before the rendezvous."""
         self._arrays = [array if array.ndim == 1 else array.reshape(-1) for array in arrays]
         for target, piece in self._copies[turn]:
             piece.pack_into(target, self._arrays)
@@ -120,7 +118,6 @@ class CopyIn:
                 out[chunk.low : chunk.low + len(chunk)] = target
 
     def forget(self) -> None:
-        """Releases the arrays of this rank, after it has reduced."""
         self._arrays = ()
 
 

@@ -67,7 +67,6 @@ class ResultLease:
         return turns
 
     def keep_held(self) -> None:
-        """Keeps the results that are held now: they stay held."""
         for turn, reference in enumerate(self._bases):
             base = None if reference is None else reference()
             if base is not None:
@@ -90,24 +89,16 @@ class ResultRows:
     row that was used last, which is most likely to be in a cache. The row of this call is never
     chosen, as others may still read it, unless all other rows are held: then nobody is lent this
     result, and the ranks meet once more when they have copied it.
-
-    Args:
-        held: uint64 array of shape (number of ranks, elements of a cache line) in shared memory,
-            zeros.
-
-    Attributes:
-        count: number of rows.
-        next: the row that the next call writes; no rank holds or reads it.
-        is_crowded: whether the row of this call is that of the next one as well. Then it must not
-            be lent, and the ranks must meet before the next call.
     """
 
     def __init__(self, count: int, held: np.ndarray, rank: int, lease: ResultLease | None):
         self.count, self._lease = count, lease
-        self._held = [line[:1].data for line in held]
+        self._held = [line[:1].data for line in held]  # a cache line of each rank, zeros
         self._mine = self._held[rank]
         self._recent = list(range(count))  # the row that was used last is the first
-        self.next, self.is_crowded = 0, False
+        self.next = 0  # the row that the next call writes; no rank holds or reads it
+        # Whether it is that of this call, which must not be lent: the ranks meet before the next.
+        self.is_crowded = False
 
     def announce(self) -> None:
         """Tells the other ranks which rows this rank holds, before the rendezvous."""
@@ -141,35 +132,22 @@ class ResultRows:
 
 
 class Region:
-    """Memory of a bucket at a time, in rows of equal size.
-
-    Args:
-        offset: where the region starts, in bytes.
-        capacity: size of a row in bytes: the largest bucket that fits.
-        nbytes: size of the region, the same on all ranks.
-
-    Attributes:
-        turn: the turn of the last call, the same on all ranks, where there are no results.
-        results: the rows of results; `None` where each rank reduces the whole bucket.
-    """
+    """Memory of a bucket at a time, in rows of equal size."""
 
     def __init__(
         self, segment: Segment, offset: int, capacity: int, nbytes: int, keeps_at_fork: bool = True
     ):
         self._segment, self._offset, self._keeps_at_fork = segment, offset, keeps_at_fork
-        self.capacity, self.nbytes = capacity, nbytes
-        self.turn = 0
+        self.capacity = capacity  # of a row, in bytes
+        self.nbytes = nbytes  # the same on all ranks
+        self.turn = 0  # of the last call, the same on all ranks, where there are no results
         self.results: ResultRows | None = None
 
     def row(self, number: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """Returns the first `count` elements of a row."""
         return self._segment.array(self._offset + number * self.capacity, count, dtype)
 
     def make_results(self, count: int, rank: int, size: int) -> ResultRows:
-        """Makes the first rows those of results, behind a word for each rank.
-
-        Results are lent if this process sees them in a copy-on-write mapping.
-        """
+        """Makes the first rows those of results, lent if this process maps them copy-on-write."""
         nbytes = held_nbytes(size)
         words = self._segment.array(self._offset, nbytes // 8, np.dtype(np.uint64))
         self._offset += nbytes

@@ -104,7 +104,6 @@ class Segment:
         self._private = map_private(handle, nbytes) if private_view else None
 
     def array(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
-        """Returns `count` elements that start `offset` bytes into the segment."""
         return self.memory[offset : offset + count * dtype.itemsize].view(dtype)
 
     def private_view(self, offset: int, nbytes: int) -> CowMapping | None:
@@ -191,7 +190,6 @@ def _reason(what: str, error: OSError, kind: type[str] = str) -> str:
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
-    """Returns the device and inode of a file."""
     return found.st_dev, found.st_ino
 
 

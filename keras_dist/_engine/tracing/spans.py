@@ -43,7 +43,6 @@ class Recorder:
         return len(self.lanes) - 1
 
     def lane_of_thread(self) -> int:
-        """Returns the number of the lane of the calling thread."""
         lane = self._threads.get(get_ident())
         if lane is None:
             thread = threading.current_thread()

@@ -56,7 +56,6 @@ class TraceWriter:
         os.close(self._file)
 
     def flush(self) -> None:
-        """Writes the records so far."""
         with self._flushing:
             records = self.recorder.records
             lines = []
@@ -75,7 +74,6 @@ class TraceWriter:
                 self._check_size()
 
     def _line(self, record: tuple[Any, ...]) -> str:
-        """Returns a record as a line, with numbers instead of names."""
         self._events += 1
         if record[0] != spans.OPERATION:
             kind, lane, name, began, ended, number = record
