@@ -10,7 +10,7 @@ from keras_dist._gpu.device_arrays import (
     DeviceArray,
     Half,
     Staging,
-    staging_of,
+    staging,
     uniform,
 )
 from keras_dist._gpu.nccl_library import (

@@ -250,10 +250,12 @@ class Staging:
         self._rising.append(half)
 
 
-@functools.cache
-def staging_of(runtime: Runtime) -> Staging:
-    """Returns the staging of a GPU, whose memory all reductions share."""
-    return Staging(runtime)
+_staging_of = functools.cache(Staging)
+
+
+def staging() -> Staging:
+    """Returns the staging of the GPU of this process, whose memory all reductions share."""
+    return _staging_of(_runtime())
 
 
 def _aligned(nbytes: int) -> int:

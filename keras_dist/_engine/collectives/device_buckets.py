@@ -28,7 +28,7 @@ from keras_dist._engine.nccl.path import NCCL, is_defined, on_gpu, uses_nccl
 from keras_dist._engine.nccl.ranks import NcclRanks, nccl_of
 from keras_dist._engine.recovery import retry
 from keras_dist._engine.signature import BucketOptions, CollectiveSignature
-from keras_dist._gpu import DeviceArray, Half, Staging, load_runtime, staging_of
+from keras_dist._gpu import DeviceArray, Half, staging
 
 PIECE_NBYTES = 4 * 2**20
 R = TypeVar("R")
@@ -216,7 +216,7 @@ class DeviceBuckets:
         """Starts to copy a piece of a bucket down, if that has not been started."""
 
         def down() -> Half:
-            return _staging().down(self._pieces_of(number).piece(piece, arrays()))
+            return staging().down(self._pieces_of(number).piece(piece, arrays()))
 
         if (number, piece) not in self._started:
             self._started[number, piece] = self._tell_all(down)
@@ -243,21 +243,14 @@ class DeviceBuckets:
                 part = pieces.piece(piece, targets)
                 for later in range(piece, min(piece + 2, count)):
                     self._start(number, later, given.sources)
-                half, staging = self._started.pop((number, piece)), _staging()
-                host, views = staging.host_arrays(half), half.views(part)
+                half = self._started.pop((number, piece))
+                host, views = staging().host_arrays(half), half.views(part)
                 if count > 1:
                     results = pieces.reduce(piece, host)
                 else:
                     results = self._fused.reduce_on_host(number, given.unpacked(host), lend)
                     views = given.unpacked(views)
-                staging.up(half, results, views, part)
+                staging().up(half, results, views, part)
             for target, last in zip(targets, part, strict=True):
                 target.completion = last.completion
             return given.results(targets)
-
-
-def _staging() -> Staging:
-    runtime = load_runtime()
-    if runtime is None:
-        raise RuntimeError("an array in GPU memory without a runtime")
-    return staging_of(runtime)
