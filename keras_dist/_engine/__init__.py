@@ -9,7 +9,7 @@ from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives import piggyback
 from keras_dist._engine.collectives.allgather import FusedAllgather
 from keras_dist._engine.collectives.compressed import CompressedAllreduce
-from keras_dist._engine.collectives.feedback import Feedback
+from keras_dist._engine.collectives.exchanges import Feedback
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.communicator import Communicator, ranks_of, subset
 from keras_dist._engine.compression import (

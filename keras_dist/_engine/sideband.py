@@ -21,11 +21,7 @@ ALARM, CONFIRMATION = "alarm", "confirmation"
 
 
 class Mailbox:
-    """Messages from and to one thread of this rank. Collective to make: every rank; blocks.
-
-    The thread is that of the collectives, or another one where MPI allows calls from several at
-    once.
-    """
+    """Messages from and to one thread: that of the collectives, or any where MPI allows it."""
 
     def __init__(self, world: Any):
         self._world = world.Dup()

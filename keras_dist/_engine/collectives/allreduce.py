@@ -186,10 +186,7 @@ def allreduce(
     bucket_nbytes: int,
     repeat: Hashable | None = None,
 ) -> list[np.ndarray]:
-    """Reduces a list of arrays into new ones. Collective: every rank; blocks.
-
-    The plans of recent calls are kept. Their memory is that of all single calls, by size.
-    """
+    """Reduces a list of arrays by a plan, which is kept for calls like it. Collective; blocks."""
     if not arrays:
         rendezvous(comm, options.signature("allreduce", spares=True))
         if comm.faults.joined is not None:

@@ -18,13 +18,13 @@ from keras_dist._engine.buckets import Bucket
 from keras_dist._engine.collectives.broadcast import broadcast_object
 from keras_dist._engine.collectives.exchanges import (
     Exchange,
+    Feedback,
     Gradient,
     LargestExchange,
     LowRankExchange,
     Shapes,
     is_taken,
 )
-from keras_dist._engine.collectives.feedback import Feedback
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.joined_arrays import JoinedArrays
 from keras_dist._engine.collectives.quantized_exchange import (
@@ -42,10 +42,7 @@ from keras_dist._engine.signature import BucketOptions, OpOptions
 
 
 class CompressedAllreduce(FusedAllreduce):
-    """Reduces the same list of gradients repeatedly, compressed with error feedback.
-
-    The plans of an optimizer share the errors. A key tells a variable apart on this rank.
-    """
+    """Reduces a list of gradients repeatedly; the plans of an optimizer share the errors."""
 
     def __init__(
         self,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from keras_dist._engine.arithmetic import divide
-from keras_dist._engine.collectives.exchanges import Gradient, Shapes
-from keras_dist._engine.collectives.feedback import Feedback
+from keras_dist._engine.collectives.exchanges import Feedback, Gradient, Shapes
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.rendezvous import rendezvous
 from keras_dist._engine.collectives.row_exchange import Rows, exchange_rows_of_nodes

@@ -55,10 +55,7 @@ def exchange_bytes(comm: Communicator, payload: np.ndarray, table: np.ndarray) -
 
 
 def exchange_rows(comm: Communicator, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Sends each rank its rows of the arrays of all ranks, in one message. Collective; blocks.
-
-    Returns new arrays of shape (number of ranks, rows of this rank, ...), in rank order.
-    """
+    """Sends each rank its rows; returns arrays of shape (ranks, own rows, ...). Collective."""
     bounds = [row_bounds(len(array), comm.size) for array in arrays]
     parts = [np.split(array, ends[1:-1]) for array, ends in zip(arrays, bounds, strict=True)]
     pieces = [[as_bytes(part[rank]) for part in parts] for rank in range(comm.size)]
