@@ -134,7 +134,9 @@ def _compare(
             return f"{label}={expected!r} in {first} {standard}", f"{label}={received!r}"
     for mine, theirs in zip(first.entries, other.entries, strict=False):
         if mine.shape != theirs.shape:
-            return f"{mine.name!r} with shape {mine.shape} {standard}", _shape_of(theirs, mine)
+            other_name = "" if theirs.name == mine.name else f"{theirs.name!r} "
+            expected = f"{mine.name!r} with shape {mine.shape} {standard}"
+            return expected, f"{other_name}{theirs.shape}"
         if mine.dtype != theirs.dtype:
             return f"{mine.name!r} with dtype {mine.dtype} {standard}", theirs.dtype
     if len(first.entries) != len(other.entries):
@@ -158,10 +160,6 @@ def _describe_buckets(call: CollectiveSignature) -> str:
     some = ", ".join(str(list(bucket)) for bucket in call.buckets[:4])
     more = " ..." if len(call.buckets) > 4 else ""
     return f"{len(call.buckets)} buckets of gradients {some}{more}"
-
-
-def _shape_of(entry: Entry, expected: Entry) -> str:
-    return f"{entry.shape}" if entry.name == expected.name else f"{entry.name!r} {entry.shape}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,15 @@ from keras_dist._gpu.device_arrays import (
     Concatenation,
     DeviceArray,
     Half,
-    Staging,
     staging,
     uniform,
 )
 from keras_dist._gpu.nccl_library import (
+    DATA_TYPES,
     REDUCTIONS,
     GpuFacts,
     Nccl,
     NcclError,
-    data_type,
     facts_of,
     load_nccl,
     selected_bus_id,

@@ -16,7 +16,7 @@ UNIQUE_ID_NBYTES = 128
 MAGIC = 0xCAFEBEEF
 ON_HOST = 1  # where the factor of a sum lies
 
-# NCCL's codes of dtypes, by name. A complex number is two floats.
+# NCCL's codes of dtypes, by name, and the numbers in an element: a complex one is two floats.
 DATA_TYPES = {
     "int8": (0, 1),
     "uint8": (1, 1),
@@ -51,11 +51,6 @@ class _Config(ctypes.Structure):
 
 class NcclError(errors.BackendError):
     """NCCL reports an error."""
-
-
-def data_type(dtype: np.dtype) -> tuple[int, int] | None:
-    """Returns NCCL's code of a dtype and the numbers in an element; `None` if it has none."""
-    return DATA_TYPES.get(dtype.name)
 
 
 def version_text(code: int) -> str:

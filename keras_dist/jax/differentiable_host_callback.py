@@ -61,11 +61,6 @@ def host_callback(
     return call_host(called, given, shapes, into)
 
 
-def is_concrete(value: Any) -> bool:
-    """Returns whether a value is a JAX array outside of `jax.jit` and transformations."""
-    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-
-
 def as_jax(array: np.ndarray, like: jax.Array) -> jax.Array:
     """Returns a numpy array as a JAX array on the devices of another, in place on the CPU."""
     found = put_like(array, like)

@@ -13,7 +13,6 @@ from keras_dist.jax.differentiable_host_callback import (
     as_jax,
     differentiable,
     host_callback,
-    is_concrete,
     of_floats,
 )
 from keras_dist.jax.exchange_ops import grouped_allgather
@@ -41,7 +40,7 @@ def allreduce(
         MismatchError: the arguments of the ranks differ; raised on every rank. Inside `jax.jit`,
             JAX raises an error of its own with the same text.
     """
-    if is_concrete(array):
+    if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         release_dropped()
         reduced = ops.allreduce(
             np.asarray(array), op, name, prescale_factor, postscale_factor, process_set, compression

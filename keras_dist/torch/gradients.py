@@ -93,7 +93,7 @@ class Gradients:
 
     def is_shared(self) -> bool:
         """Returns whether the process set includes this rank and another rank."""
-        return runtime.includes_me(self.process_set) and self._communicator().size > 1
+        return runtime.includes_me(self.process_set) and self._options.ranks().size > 1
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -150,7 +150,7 @@ class Gradients:
                     self._discard_ready()
                     mine = _engine.GradientSet(names, names, own, adapts=True)
                     compare = _engine.collectives.compare_gradients
-                    forms = compare(self._communicator(), mine, SAME_MODEL)
+                    forms = compare(self._options.ranks(), mine, SAME_MODEL)
         finally:
             self._clear()
 
@@ -219,7 +219,7 @@ class Gradients:
         if layout is None or not layout.plan.overlaps:
             return
         index = layout.index_of(parameter)
-        if index is not None and layout.plan.comm is self._communicator():
+        if index is not None and layout.plan.comm is self._options.ranks():
             self._ready = self._ready or ReadyGradients(layout.plan)
             self._versions[index] = version_of(parameter)
             self._ready.add(index, self._contribution(parameter))
@@ -240,7 +240,7 @@ class Gradients:
         names = [*(self._name(parameter) for parameter in dense), "flags of existing gradients"]
         groups = self._options.grouped(dense)
         keys = [*map(id, dense), None]
-        plan = self._plans(self._communicator(), names, specs, groups, keys, brought)
+        plan = self._plans(self._options.ranks(), names, specs, groups, keys, brought)
         return Layout(plan, dense, brought)
 
     def _contribution(self, parameter: torch.Tensor) -> Any:
@@ -278,9 +278,6 @@ class Gradients:
     def _name(self, parameter: torch.Tensor) -> str:
         number = self._watched.get(parameter)
         return f"the gradient of {self._names.get(id(parameter), f'parameter {number}')}"
-
-    def _communicator(self) -> _engine.Communicator:
-        return self._options.ranks()
 
     def _discard_ready(self) -> None:
         """Waits for the reductions in progress and ignores their results."""

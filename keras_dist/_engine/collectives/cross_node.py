@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -165,7 +164,8 @@ class CrossNodeReduction:
         if by_node and not self._comm.is_one_node:
             nodes = self._comm.topology.nodes
             sums = Combination(self.op_on_node, self._divisor(number), nodes)
-        self._reduce(self._comm.world, source, target, sums, wire)
+        links, library = self._comm.links, self._library
+        reduce_through_mpi(self._comm.world, source, target, sums, wire, links, library)
 
     def finish(self, number: int) -> Finish | None:
         """Returns a function that reduces this rank's slice over nodes, in place, if it has one."""
@@ -182,17 +182,12 @@ class CrossNodeReduction:
             # Sent beside the data, none of which is used if a slice is missing.
             answer = across.Iallreduce(everywhere.copy(), everywhere, self._comm.mpi.MIN)
             with spans.phase("cross-node"):
-                self._reduce(across, part, part, sums, wire)
+                links, library = self._comm.links, self._library
+                reduce_through_mpi(across, part, part, sums, wire, links, library)
                 wait(answer)
             return bool(everywhere[0])
 
         return finish
-
-    def _reduce(
-        self, world: Any, source: np.ndarray, target: np.ndarray, sums: Combination, wire: Wire
-    ) -> None:
-        links = self._comm.links
-        reduce_through_mpi(world, source, target, sums, wire, links, self._library)
 
     def _divisor(self, number: int) -> int:
         is_divided_later = number in self.widened and self.widened[number].divides

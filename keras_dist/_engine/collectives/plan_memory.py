@@ -103,7 +103,7 @@ class PooledMemory:
     def reduction(self, number: int) -> BucketReduction | None:
         if number not in self._reductions:
             return None
-        if self._find(number) is None and not self._comm.regions.is_too_large(self._nbytes(number)):
+        if self._find(number) is None and self._nbytes(number) < self._comm.regions.refused:
             self._make(number)
         return self.ready_reduction(number)
 
@@ -145,7 +145,7 @@ class PooledMemory:
         size = reduction.region_nbytes(comm.node.size, capacity)
         segment = comm.segment(size, private_view=reduction.is_shared)
         if segment is None:
-            comm.regions.refuse(nbytes)
+            comm.regions.refused = min(comm.regions.refused, nbytes)
             return
         comm.regions.add(Region(segment, 0, capacity, nbytes), is_small)
 

@@ -84,14 +84,11 @@ def _stacks() -> str:
     return "".join(parts)[:MAX_STACKS].rstrip()
 
 
-def _describe_call(call: Any) -> str:
-    several = len(getattr(call, "buckets", ())) > 1 and call.bucket is not None
-    return f"{call}, bucket {call.bucket}" if several else str(call)
-
-
 def describe_operation(what: Any, progress: str) -> str:
     """Describes an operation and the progress of the rank in it."""
-    return f"{_describe_call(what)} ({progress})" if progress else _describe_call(what)
+    several = len(getattr(what, "buckets", ())) > 1 and what.bucket is not None
+    text = f"{what}, bucket {what.bucket}" if several else str(what)
+    return f"{text} ({progress})" if progress else text
 
 
 def format_rank_list(ranks: Iterable[int]) -> str:

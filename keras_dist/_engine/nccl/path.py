@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.arithmetic import ReduceOp
-from keras_dist._gpu import DeviceArray, GpuFacts, data_type, version_text
+from keras_dist._gpu import DATA_TYPES, DeviceArray, GpuFacts, version_text
 
 if TYPE_CHECKING:
     from keras_dist._engine.communicator import Communicator
@@ -104,7 +104,7 @@ def is_defined(op: ReduceOp, dtype: np.dtype, factor: float) -> bool:
     Adasum is not one of NCCL's. Its average of integers overflows, and it has no code for some
     dtypes. A factor must be exact in the dtype of the sum.
     """
-    if data_type(dtype) is None or op is ReduceOp.ADASUM:
+    if dtype.name not in DATA_TYPES or op is ReduceOp.ADASUM:
         return False
     if dtype.kind == "c":
         return op in (ReduceOp.SUM, ReduceOp.AVERAGE)

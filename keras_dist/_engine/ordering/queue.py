@@ -249,15 +249,10 @@ def names_without_queue() -> HeldNames:
 
 def _are_all(waiters: set[int]) -> bool:
     """Returns whether each thread of the script waits, itself or for a framework that waits."""
-    script = {thread.ident for thread in _threads_of_script()}
-    # A thread of a framework works for one of the script, which it does not name.
-    return len(script - waiters) <= len(waiters - script)
-
-
-def _threads_of_script() -> list[threading.Thread]:
-    # Threads of frameworks, which Python does not manage, work for one of these.
-    return [
-        thread
+    script = {
+        thread.ident
         for thread in threading.enumerate()
         if not (thread.name.startswith(OWN) or is_foreign_thread(thread))
-    ]
+    }
+    # A thread of a framework works for one of the script, which it does not name.
+    return len(script - waiters) <= len(waiters - script)

@@ -175,7 +175,7 @@ class RegionPool:
     def __init__(self) -> None:
         self.version = 0  # changes with the regions, which may change that of a call
         self._regions: dict[tuple[bool, int], Region] = {}
-        self._refused = float("inf")
+        self.refused = float("inf")  # the least size in bytes for which there was no memory
 
     def find(self, nbytes: int, is_small: bool, new_nbytes: int) -> Region | None:
         """Returns a region for a bucket, of any size if a new one has no room; `None`: make one."""
@@ -188,12 +188,6 @@ class RegionPool:
         if smallest is None or smallest.capacity <= 2 * aligned(size_class(nbytes), PAGE):
             return smallest
         return None if self.nbytes + new_nbytes <= MAX_POOL_NBYTES else smallest
-
-    def refuse(self, nbytes: int) -> None:
-        self._refused = min(self._refused, nbytes)
-
-    def is_too_large(self, nbytes: int) -> bool:
-        return nbytes >= self._refused
 
     def make_room(self, nbytes: int) -> None:
         """Drops all regions if a new one of this size does not fit beside them."""
