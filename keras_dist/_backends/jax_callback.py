@@ -28,10 +28,7 @@ def call_host(
     shapes: Sequence[tuple[int, ...]],
     into: WritingCall | None = None,
 ) -> list[Any]:
-    """Adds a host call, with results of `shapes` and the dtypes of `arrays`, to a traced program.
-
-    The function must neither change nor keep its arrays.
-    """
+    """Adds a host call, which neither changes nor keeps arrays, with results of `shapes`."""
     return list(_host_call.bind(*arrays, function=function, shapes=tuple(shapes), into=into))
 
 

@@ -114,6 +114,11 @@ def _count(platform: str) -> int | None:
     return count.value if counted else None
 
 
+def to_array(array: Any) -> np.ndarray | DeviceArray:
+    """Returns an array of JAX as an array of the engine, without a copy."""
+    return _device_array(array) if _is_on_device(array) else np.asarray(array)
+
+
 def place_of(array: Any) -> Any:
     """Returns where a result belongs that replaces an array; `None` leaves it to JAX.
 
@@ -148,5 +153,5 @@ def _device_array(array: Any) -> DeviceArray:
 
 
 def engine_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Returns tensors as arrays of the engine, without a copy."""
-    return uniform([_device_array(t) if _is_on_device(t) else np.asarray(t) for t in tensors])
+    """Returns tensors as arrays of the engine."""
+    return uniform([to_array(tensor) for tensor in tensors])

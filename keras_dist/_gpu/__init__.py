@@ -9,6 +9,7 @@ from keras_dist._gpu.device_arrays import (
     Concatenation,
     DeviceArray,
     Half,
+    Staging,
     staging,
     uniform,
 )

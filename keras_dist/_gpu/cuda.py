@@ -218,10 +218,7 @@ class Runtime:
         self.check(self._copy(target, source, nbytes, BY_ADDRESS, stream), "a copy")
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Returns pinned memory: a uint8 array, which a GPU reads and writes directly.
-
-        The driver takes milliseconds to pin memory, so that of arrays that are gone is used again.
-        """
+        """Returns pinned uint8 memory, that of arrays that are gone first: pinning takes long."""
         size = 1 << max(12, (nbytes - 1).bit_length())
         memory = (ctypes.c_uint8 * size).from_address(self._pinned(size))
         array = np.frombuffer(memoryview(memory), np.uint8)

@@ -132,10 +132,7 @@ class DeviceArray:
         return self.to_host()
 
     def prepare(self) -> None:
-        """Allocates the next `empty` of the same shape at once; an error is raised there.
-
-        The engine calls `empty` where an error of one rank is raised on all.
-        """
+        """Allocates the next `empty` at once; that raises its error, where all ranks do."""
         try:
             self._prepared = self.empty()
             self._prepared.mark()

@@ -19,11 +19,7 @@ ENTRY = re.compile(r"^    (?=\w)", re.MULTILINE)
 
 
 def described_by(operation: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorates a function whose docstring inherits that of an operation.
-
-    The function's own docstring holds what differs: paragraphs to add, and entries of sections
-    that replace those of the operation.
-    """
+    """Decorates a function whose docstring holds what differs from that of an operation."""
 
     def describe(function: F) -> F:
         if operation.__doc__:  # `python -OO` strips docstrings

@@ -140,12 +140,10 @@ class NoCompression(Compressor):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns the tensor."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Returns the tensor."""
         return tensor
 
 

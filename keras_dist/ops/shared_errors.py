@@ -20,11 +20,7 @@ R = TypeVar("R")
 
 
 def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
-    """Makes a collective publish the errors that it raises before its rendezvous.
-
-    Collective: as the operation. A rank whose arguments are invalid waits for the other ranks;
-    they raise its error, and it raises the original exception.
-    """
+    """Makes the errors of a collective before its rendezvous those of all ranks. Collective."""
     count = _engine.collectives.rendezvous_count
 
     @functools.wraps(operation)

@@ -37,10 +37,7 @@ from keras_dist.tensorflow.host_callback import (
 
 
 class _TensorFlowCast(Compressor):
-    """Casts floating-point tensors to a narrower dtype; integers stay as they are.
-
-    keras_dist uses `wire` instead: it rounds only between nodes, and sums in full precision.
-    """
+    """Casts floats, as Horovod does; keras_dist uses `wire` instead, and sums in full precision."""
 
     narrow: tf.DType
 

@@ -11,6 +11,7 @@ from keras_dist._backends.torch_tensors import (
     to_array,
     to_numpy,
     to_tensor,
+    to_tensors,
     to_torch,
 )
 from keras_dist.ops.face import Reduction, compressed, decompressed, face, rows_before
@@ -39,7 +40,7 @@ def grouped_allgather(
 
     def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gathered = ops.grouped_allgather([to_array(tensor) for tensor in given], name, process_set)
-        return _as_tensors(gathered, given)
+        return tuple(to_tensors(gathered, given))
 
     def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
         averaged = reduce_tensors(Reduction(Average, name, 1.0, 1.0, process_set), *gradients)
@@ -89,7 +90,8 @@ def grouped_reducescatter(
     reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
 
     def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _as_tensors(reduction.reducescatter([to_array(tensor) for tensor in given]), given)
+        scattered = reduction.reducescatter([to_array(tensor) for tensor in given])
+        return tuple(to_tensors(scattered, given))
 
     def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
         gathered = grouped_allgather(gradients, name, process_set)
@@ -187,7 +189,3 @@ def broadcast_all(
     ops.broadcast_(arrays, root_rank, name, process_set)
     for tensor, array in zip(tensors, arrays, strict=True):
         write_back(array, tensor)
-
-
-def _as_tensors(arrays: Sequence[Any], likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple(to_tensor(array, like) for array, like in zip(arrays, likes, strict=True))

@@ -18,7 +18,6 @@ from keras_dist._backends.torch_tensors import (
     sparse_of,
     to_array,
     to_numpy,
-    to_tensor,
     to_tensors,
     to_torch,
     write_all,
@@ -40,10 +39,7 @@ from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 
 
 class _TorchCast(Compressor):
-    """Casts floating-point tensors to a narrower dtype; integers stay as they are.
-
-    keras_dist uses `wire` instead: it rounds only between nodes, and sums in full precision.
-    """
+    """Casts floats, as Horovod does; keras_dist uses `wire` instead, and sums in full precision."""
 
     narrow: torch.dtype
 
@@ -164,9 +160,7 @@ def grouped_allreduce_(
     chosen = resolve_op(op, average)
     reduction = Reduction(chosen, name, prescale_factor, postscale_factor, process_set)
     arrays = reduction.allreduce([to_array(tensor) for tensor in tensors])
-    write_all(
-        tensors, [to_tensor(array, like) for array, like in zip(arrays, tensors, strict=True)]
-    )
+    write_all(tensors, to_tensors(arrays, tensors))
     return list(tensors)
 
 

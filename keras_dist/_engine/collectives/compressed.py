@@ -17,7 +17,6 @@ from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.buckets import Bucket
 from keras_dist._engine.collectives.broadcast import broadcast_object
 from keras_dist._engine.collectives.exchanges import (
-    Exchange,
     Feedback,
     Gradient,
     LargestExchange,
@@ -188,7 +187,7 @@ class _Part:
         self._places = [at for at, is_compressed in enumerate(takes) if is_compressed]
         self._compressed = [gradients[at] for at in self._places]
         self._start = compression.start_step if self._compressed else math.inf
-        self._exchange: Exchange
+        self._exchange: LowRankExchange | LargestExchange | QuantizedExchange
         given = self._compressed, feedback
         if isinstance(compression, PowerSGD):
             self._exchange = LowRankExchange(*given, compression.rank, messages.other)

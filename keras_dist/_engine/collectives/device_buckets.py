@@ -35,10 +35,7 @@ R = TypeVar("R")
 
 
 class HostPieces:
-    """The pieces of a large bucket, of which each is a bucket of a plan on the host.
-
-    While the host reduces a piece, the GPU copies the next one down and the last one up.
-    """
+    """The pieces of a large bucket, buckets on the host: some are copied while one is reduced."""
 
     def __init__(self, fused: Any, plan: BucketOptions, number: int):
         bucket, self.comm = fused.buckets[number], fused.comm

@@ -211,10 +211,7 @@ def settle_gradients(
 def _check_equal(
     comm: Communicator, calls: list[CollectiveSignature], progress: list[str], all_wait: bool
 ) -> None:
-    """Checks that the ranks which have not joined call the same operation.
-
-    If all wait, ranks that do not take part in the operations of others have to call it too.
-    """
+    """Checks that ranks which have not joined call the same; if all wait, those in `fit` too."""
     here = [
         index
         for index, other in enumerate(calls)

@@ -8,7 +8,7 @@ gradients so far. So whatever changes the errors must keep their mean.
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -82,18 +82,6 @@ class Gradient:
         return self.key, self.count, self.dtype
 
 
-class Exchange(Protocol):
-    """The exchange of the gradients of one dtype; `first` has the arrays of its first message."""
-
-    first: Shapes
-
-    def begin(self, totals: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the first message of this rank, of flat gradients with their errors."""
-
-    def end(self, totals: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> bool:
-        """Makes totals what all apply and sets the errors, unless numbers overflow. Collective."""
-
-
 class LowRankExchange:
     """PowerSGD: one step of the power iteration, which begins where the last one ended.
 
@@ -121,6 +109,7 @@ class LowRankExchange:
         self._plan = plan(second)
 
     def begin(self, totals: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the first message of this rank, of flat gradients with their errors."""
         return [
             total.reshape(shape) @ self._basis(member, shape[1], rank)
             for total, member, shape, rank in zip(
@@ -135,6 +124,7 @@ class LowRankExchange:
         return found
 
     def end(self, totals: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> bool:
+        """Makes totals what all apply and sets the errors, unless numbers overflow. Collective."""
         if not _are_finite(received):
             return False
         matrices = [t.reshape(shape) for t, shape in zip(totals, self._shapes, strict=True)]

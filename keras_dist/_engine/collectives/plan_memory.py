@@ -171,11 +171,7 @@ def _reductions(
     cross_node: CrossNodeReduction,
     results: Callable[[Bucket], int] = lambda bucket: RESULTS,
 ) -> dict[int, BucketReduction]:
-    """Returns the reductions of the buckets that use shared memory, by number.
-
-    On several nodes a small bucket uses it only if it crosses them with the digests. `results`
-    returns the number of results of a bucket in a new region.
-    """
+    """Returns the reductions in shared memory; small buckets of several nodes, if they travel."""
     op, slices, node = cross_node.op_on_node, comm.topology.slices, comm.node
     if node is None:
         return {}

@@ -42,10 +42,7 @@ def row_bounds(count: int, size: int) -> np.ndarray:
 
 
 def exchange_bytes(comm: Communicator, payload: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Sends each rank its part of a buffer, in rank order. Collective: every rank; blocks.
-
-    `table` has the number of bytes that each rank (first axis) sends to each; others stay here.
-    """
+    """Sends each rank its part of a buffer, by a table of bytes from each to each. Collective."""
     payload = payload[: int(table[comm.rank].sum())]
     if comm.size == 1:
         return payload.copy()

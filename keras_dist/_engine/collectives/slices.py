@@ -38,9 +38,6 @@ class RowGroups:
     The indices are sorted once. The first rows of all indices are then gathered at once, the second
     rows added at once, and so on: the rows of an index are added in their order, as one by one, so
     the bits are those of `numpy.add.at`. It works on blocks that the cache of a core holds.
-
-    Attributes:
-        indices: the unique indices, ascending.
     """
 
     def __init__(self, indices: np.ndarray, places: np.ndarray | None = None):
@@ -51,7 +48,7 @@ class RowGroups:
         self._starts = np.flatnonzero(is_first)
         self._ends = np.append(self._starts[1:], len(ascending))
         self._order = order if places is None else places[order]
-        self.indices = ascending[self._starts]
+        self.indices = ascending[self._starts]  # unique, ascending
 
     def __len__(self) -> int:
         return len(self.indices)

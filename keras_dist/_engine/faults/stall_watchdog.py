@@ -196,7 +196,6 @@ class StallWatchdog:
     # --- As a rank that waits
 
     def _check_waits(self) -> None:
-        """Sends an alarm if a thread of this rank has waited too long."""
         now = time.perf_counter()
         found = waits()
         self._due = {began: self._due.get(began, 0.0) for _, _, began in found}

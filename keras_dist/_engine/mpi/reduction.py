@@ -248,7 +248,6 @@ class _ReductionMessages:
         self._sent: list[Any] = []
 
     def start(self, number: int) -> None:
-        """Starts to receive the contributions of a piece and to send those to others."""
         mine = self._pieces.part(number)
         self._arriving[number] = []
         for peer in self._pieces.senders if mine.stop > mine.start else ():

@@ -56,7 +56,6 @@ class Launch:
         self._arrays = ()
 
     def wait(self) -> None:
-        """Blocks until it has ended; raises its error."""
         note(self.ranks, self.what)
         with also_blocked(), spans.phase_or_span("wait for the GPU"):
             poll(self.is_done, lambda: None)  # the watch checks
@@ -103,7 +102,6 @@ class LaunchWatch:
             self._changed.wait_for(lambda: not self._launches)
 
     def close(self) -> None:
-        """Ends the thread; launches that have not ended are forgotten."""
         with self._changed:
             self._ends = True
             self._launches.clear()

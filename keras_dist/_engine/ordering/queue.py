@@ -93,10 +93,7 @@ class CollectiveQueue:
                 self._remove(ticket)
 
     def held_names(self) -> HeldNames:
-        """Returns what this rank holds, at a rendezvous of the operation at the front.
-
-        No more can be added when every Python thread of the script waits for an operation in it.
-        """
+        """Returns what this rank holds: all, if every Python thread of the script waits in it."""
         with self._changed:
             if not self._tickets:
                 return names_without_queue()

@@ -49,7 +49,6 @@ class Processes:
                 self._poll.register(handle, select.POLLIN)
 
     def dead(self) -> list[int]:
-        """Returns the indices of the processes that have ended, ascending."""
         with self._use:
             ended = self._poll.poll(0)
         return sorted(self._dead + [self._indices[handle] for handle, _ in ended])

@@ -42,10 +42,7 @@ class ResultLease:
             _leases.add(self)
 
     def lend(self, turn: int, count: int, dtype: np.dtype) -> np.ndarray | None:
-        """Returns a result; always `None` once a lent result has been written to.
-
-        The result that was lent last in this turn must not be held any more.
-        """
+        """Returns a result in a turn that is not held; `None` once one has been written to."""
         view, nbytes = self._views[turn], count * dtype.itemsize
         self._is_over = self._is_over or view.is_written(nbytes)
         if self._is_over:
