@@ -160,7 +160,7 @@ class Runtime:
         self._set_device = declare("SetDevice", c_int)
         self._bus_id = declare("DeviceGetPCIBusId", ptr, c_int, c_int)
         self._new_stream = declare("StreamCreateWithFlags", handle, c_uint)
-        self._free_stream = declare("StreamDestroy", ptr)
+        self.free_stream = declare("StreamDestroy", ptr)
         self._new_event = declare("EventCreateWithFlags", handle, c_uint)
         self._record = declare("EventRecord", ptr, ptr)
         self._query = declare("EventQuery", ptr)
@@ -203,9 +203,6 @@ class Runtime:
         stream = c_void_p()
         self.check(self._new_stream(ctypes.byref(stream), NON_BLOCKING), "a new stream")
         return stream.value or 0
-
-    def free_stream(self, stream: int) -> None:
-        self._free_stream(stream)
 
     @functools.cached_property
     def copies(self) -> int:

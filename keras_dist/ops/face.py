@@ -25,7 +25,8 @@ def face(operation: Callable[..., Any]) -> Callable[[F], F]:
     """Decorates a framework's form of an operation; see `described_by` and `raises_on_all`."""
 
     def declare(function: F) -> F:
-        return raises_on_all(described_by(operation)(function))
+        declared: Any = raises_on_all(described_by(operation)(function))
+        return declared
 
     return declare
 

@@ -102,12 +102,10 @@ class FusedAllgather:
     def _make_results(self) -> Sequence["_Messages"]:
         comm, node = self._comm, self._comm.node
         pairs = list(zip(self._buckets, self._bounds, strict=True))
-        if node is None or not comm.is_one_node:
-            return [_Messages(comm, *pair) for pair in pairs]
         rows = [aligned(max(1, bucket.nbytes), PAGE) for bucket in self._buckets]
-        sizes = [held_nbytes(node.size) + RESULTS * row for row in rows]
-        segment = comm.segment(max(1, sum(sizes)), private_view=True)
-        if segment is None:
+        sizes = [held_nbytes(comm.size) + RESULTS * row for row in rows]
+        segment = comm.segment(max(1, sum(sizes)), private_view=True) if comm.is_one_node else None
+        if node is None or segment is None:
             return [_Messages(comm, *pair) for pair in pairs]
         starts = itertools.accumulate(sizes, initial=0)
         regions = [Region(segment, *each, False) for each in zip(starts, rows, sizes, strict=False)]

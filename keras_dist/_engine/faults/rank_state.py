@@ -39,13 +39,10 @@ def have(ranks: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """The waits of a rank (ranks, operation and seconds), its progress, and its stacks.
-
-    Where several threads run tasks, an operation has the progress of its own, and the process none.
-    """
+    """The waits of a rank (ranks, operation and seconds), its progress, and its stacks."""
 
     waits: tuple[tuple[Ranks, str, float], ...]
-    progress: str
+    progress: str  # empty where several threads run tasks, whose operations have theirs
     stacks: str
 
     def __reduce__(self) -> Any:

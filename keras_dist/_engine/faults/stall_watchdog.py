@@ -68,10 +68,7 @@ class _Case:
 
 
 class StallWatchdog:
-    """The stall watchdog of this rank: warns each `period` seconds, ends the job after `limit`.
-
-    Either may be 0: never. Collective to make: every rank of `world`; blocks.
-    """
+    """Warns each `period` seconds of a wait, ends the job after `limit`; 0: never. Collective."""
 
     def __init__(self, mpi: Any, world: Any, period: int, limit: int):
         self._mpi, self._period, self._limit = mpi, period, limit
