@@ -37,7 +37,6 @@ def DistributedOptimizer(
     device_dense: str = "",
     device_sparse: str = "",
     shard_state: bool = False,
-    shard_gradients: bool = False,
     local_steps: LocalSteps | int | None = None,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer average its gradients over the ranks before it applies them.
@@ -98,7 +97,6 @@ def DistributedOptimizer(
             the optimizer's state it holds `1 / size`. The weights have the same bits. For
             optimizers of Keras that update each element by itself. Saving the model is then
             collective. Defaults to `False`.
-        shard_gradients: removed; only `False` is accepted. Pass `shard_state=True`.
         local_steps: a `LocalSteps`, or its number of steps: each rank takes steps of its own, and
             the ranks average their weights once in that number of steps, for slow links. Requires
             `op=Average`; `compression` is that of the differences of weights. Such an optimizer has
@@ -125,16 +123,7 @@ def DistributedOptimizer(
     """
     for framework in ("python", "keras", keras.backend.backend()):
         contract.check(framework)
-    where = runtime.where()
     _check_optimizer(optimizer)
-    if shard_gradients:
-        raise errors.ArgumentError(
-            where,
-            "no shard_gradients, which has been removed",
-            repr(shard_gradients),
-            "Pass shard_state=True, which shards the state of the optimizer, and fewer samples in "
-            "a batch with backward_passes_per_step.",
-        )
     options = parse_reduction_options(
         op,
         process_set,

@@ -2,7 +2,6 @@
 
 import argparse
 
-import keras
 import pytest
 
 import keras_dist
@@ -11,11 +10,6 @@ from keras_dist.launch.cli import bench
 
 REMOVED = {
     "Pipeline": (lambda: keras_dist.Pipeline, AttributeError, "send and recv"),
-    "shard_gradients": (
-        lambda: keras_dist.DistributedOptimizer(keras.optimizers.SGD(), shard_gradients=True),
-        errors.ArgumentError,
-        "Pass shard_state=True",
-    ),
     "share_out": (
         lambda: keras_dist.callbacks(share_out="at once"),
         errors.ArgumentError,

@@ -266,7 +266,6 @@ OPTIMIZERS = {
     ),
     "DistributedOptimizer: process_set": lambda: wrap(SGD(), process_set=0),
     "DistributedOptimizer: a sharded Lamb": lambda: wrap(keras.optimizers.Lamb(), shard_state=True),
-    "DistributedOptimizer: shard_gradients": lambda: wrap(SGD(), shard_gradients=True),
     "PartialDistributedOptimizer: local_layers": lambda: partial(SGD(), local_layers=["dense"]),
     "PartialDistributedOptimizer: clipping by a norm of all": lambda: partial(
         SGD(global_clipnorm=1.0), local_layers=[Dense(1, name="dense")]
