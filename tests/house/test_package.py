@@ -89,7 +89,8 @@ def test_sdist_holds_what_the_tests_need(distributions):
     with tarfile.open(sdist) as archive:
         names = {name.removeprefix(root) for name in archive.getnames()}
     needed = "LICENSE README.md constraints.txt scripts/test tests/ranks/conftest.py"
-    assert set(needed.split()) <= names
+    benchmarks = {f"benchmarks/{path.name}" for path in ROOT.glob("benchmarks/*.py")}
+    assert set(needed.split()) | benchmarks <= names
     assert not [name for name in names if "__pycache__" in name]
 
 
