@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import resource
+import stat
 import weakref
 
 import numpy as np
@@ -262,12 +263,17 @@ def test_no_file_is_left_while_the_job_runs(comms):
 
 
 def seen_while_mapping(monkeypatch):
-    """Returns a list that records the names of our files whenever memory is mapped."""
+    """Returns a list that records our files, which are private, whenever memory is mapped."""
     seen = []
     map_it = segments.Segment.__init__
 
     def look(segment, *arguments):
-        seen.extend(name for name in entries() if f"-{os.getuid()}-" in name)
+        for name in entries():
+            if f"-{os.getuid()}-" in name:
+                seen.append(name)
+                with contextlib.suppress(FileNotFoundError):  # of another job, which has mapped it
+                    mode = os.stat(os.path.join(segments.DIRECTORY, name)).st_mode
+                    assert stat.S_IMODE(mode) == 0o600
         map_it(segment, *arguments)
 
     monkeypatch.setattr(segments.Segment, "__init__", look)

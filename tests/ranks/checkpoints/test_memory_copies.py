@@ -240,6 +240,7 @@ def test_copies_of_other_jobs_and_backups_are_not_used(copies, job):
 def test_copies_that_other_users_can_access_are_not_used(copies, shared_tmp_path, caplog):
     made, _ = copies()
     write(made, 1)
+    assert {path.stat().st_mode & 0o777 for path in shared_tmp_path.glob("node*/*")} == {0o700}
     act(lambda: [path.chmod(0o777) for path in shared_tmp_path.glob("node*/*")])
     with caplog.at_level(logging.WARNING, "keras_dist"):
         made, found = copies()

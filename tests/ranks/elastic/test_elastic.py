@@ -11,6 +11,7 @@ import pytest
 
 import keras_dist
 from keras_dist import elastic, errors
+from keras_dist.elastic import model_states
 from keras_dist.training import built_optimizers, model_state
 from keras_dist.training.model_state import accumulators
 
@@ -405,3 +406,25 @@ def test_a_torch_state_that_a_directory_cannot_keep_is_named(shared_tmp_path):
     with pytest.raises(errors.ArgumentTypeError, match=r"state_dict of further.* posix\.getpid in"):
         state.commit()
     done.set()
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
+def test_reading_a_torch_state_executes_no_code(shared_tmp_path, monkeypatch):
+    import torch
+
+    class Calls:
+        def __reduce__(self):
+            return os.mkdir, (str(shared_tmp_path / "called"),)
+
+    class Prepared(torch.nn.Linear):
+        def get_extra_state(self):
+            return Calls()
+
+        def set_extra_state(self, state): ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_states, "_check_part", lambda name, raw: None)
+        elastic.TorchState(further=Prepared(2, 1), directory=shared_tmp_path).commit()
+    with pytest.raises(errors.CheckpointError, match=r"unsupported GLOBAL .*mkdir"):
+        elastic.TorchState(further=torch.nn.Linear(2, 1), directory=shared_tmp_path).sync()
+    assert not (shared_tmp_path / "called").exists()

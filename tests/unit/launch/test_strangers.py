@@ -11,7 +11,7 @@ import pytest
 
 from keras_dist.launch.channel import Channel, connected
 from keras_dist.launch.cli import command, standby
-from keras_dist.launch.interactive.outcome import JobFiles
+from keras_dist.launch.interactive.outcome import JobFiles, as_value
 from keras_dist.launch.world import WorldServer
 
 TOKEN = "a token that nobody guesses"
@@ -78,12 +78,17 @@ def test_a_server_of_ranks_listens_on_the_loopback_interface_unless_it_is_told()
     with WorldServer(1) as server:
         assert server.address.startswith("127.0.0.1:")
         assert len(server.token) > 40
+    with WorldServer(1, host="127.0.0.2") as server:
+        channel = Channel(connected(server.address, 20))
+        assert channel.introduce(server.token, {}) and server.address.startswith("127.0.0.2:")
 
 
 def test_what_ranks_unpickle_is_the_users_alone(tmp_path):
     files, before = JobFiles(tmp_path), os.umask(0)
     try:
         files.put_call(())
+        files.put_outcome(1, as_value(2.0, 1))
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "call").stat().st_mode) == 0o600
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"call": 0o600, "value-1": 0o600}

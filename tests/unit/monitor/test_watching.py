@@ -6,6 +6,7 @@ import http.client
 import json
 import math
 import os
+import re
 import socket
 import stat
 import threading
@@ -18,7 +19,8 @@ import pytest
 from start_jobs import wait_for
 
 from keras_dist import errors
-from keras_dist.monitor import gpu, prometheus
+from keras_dist.launch.cli import top
+from keras_dist.monitor import gpu, prometheus, server
 from keras_dist.monitor.endpoints import serving_at_socket
 from keras_dist.monitor.report import Job, Report
 from keras_dist.monitor.server import Server
@@ -179,7 +181,8 @@ def test_a_stranger_learns_nothing(endpoint, path, query, authorization):
 
 
 def test_a_request_that_comes_byte_by_byte_is_broken_off(endpoint, free_port, monkeypatch):
-    monkeypatch.setattr("keras_dist.monitor.server.REQUEST_SECONDS", 0.5)
+    assert server.REQUEST_SECONDS == 10
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.5)
     address = ("127.0.0.1", free_port)
     with (
         socket.create_connection(address, 20) as slow,
@@ -188,6 +191,35 @@ def test_a_request_that_comes_byte_by_byte_is_broken_off(endpoint, free_port, mo
         for _ in range(600):  # for a minute, unless it is interrupted
             slow.sendall(b"x")
             time.sleep(0.1)
+
+
+class WatchedOnce:
+    """A job that ends once its page has been asked for."""
+
+    def __init__(self, ask):
+        self.ask = ask
+
+    def jobs(self):
+        return [a_job()]
+
+    def live(self):
+        self.ask()
+        return False
+
+
+def test_the_page_of_top_is_on_the_loopback_interface_and_has_its_own_token(free_port, capsys):
+    urls = []
+
+    def ask():
+        url = re.search(r"http\S+", capsys.readouterr().out)[0]
+        urls.append(url)
+        assert get(url)[0] == 200 and get(url.partition("?")[0])[0] == 401
+        with pytest.raises(ConnectionRefusedError):  # at all interfaces it would be accepted
+            socket.create_connection(("127.0.0.2", free_port), 20)
+
+    for _ in range(2):
+        top._serve(WatchedOnce(ask), free_port)
+    assert len(set(urls)) == 2 and all(len(url.partition("token=")[2]) > 40 for url in urls)
 
 
 def test_the_token_is_made_once_and_is_its_users_alone(tmp_path):
