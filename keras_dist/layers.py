@@ -58,10 +58,10 @@ class SyncBatchNormalization(BatchNormalization):
         if mask is not None:
             count = count + keras.config.epsilon()  # as in Keras: all samples may be masked
         mean = total / count
-        # The mean minimizes the squared distances, so their gradient by the mean is 0.
+        # Their gradient by the mean is 0, but not the second one.
         shape = [1] * len(inputs.shape)
         shape[self.axis] = -1
-        distances = inputs - ops.reshape(ops.stop_gradient(mean), shape)
+        distances = inputs - ops.reshape(mean, shape)
         squares = ops.sum(ops.square(distances) * weights, axes)
         return mean, self._sum_over_ranks(squares) / count
 

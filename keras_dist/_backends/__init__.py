@@ -110,7 +110,10 @@ class Backend(Protocol):
     def differentiable_host_callback(
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
-        """Adds a host function, called in program order, and its gradient, in reverse order."""
+        """Adds a linear host function, called in program order, and its gradient, in reverse order.
+
+        The gradient of `backward` is `forward`.
+        """
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
         """Calls a function as it is where the framework compiles the Python code of its caller."""

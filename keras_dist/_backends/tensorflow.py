@@ -238,12 +238,12 @@ class TensorFlow(Backend):
         self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
     ) -> Any:
 
-        def call(function: HostFunction, local: Any) -> Any:
-            return on_host(function, [local], [local.shape], on_device=on_device)[0]
+        def back(gradient: Any) -> Any:
+            return self.differentiable_host_callback(gradient, backward, forward, on_device)
 
         @tf.custom_gradient
         def differentiable(local: Any) -> tuple[Any, Callable[[Any], Any]]:
-            return call(forward, local), lambda gradient: call(backward, gradient)
+            return on_host(forward, [local], [local.shape], on_device=on_device)[0], back
 
         # A variable as argument would require a gradient of its own.
         return differentiable(tf.convert_to_tensor(tensor))

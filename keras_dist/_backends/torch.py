@@ -125,8 +125,10 @@ class Torch(Backend):
         def call(function: HostFunction, given: torch.Tensor) -> tuple[torch.Tensor]:
             return (to_tensor(function(take(given)), given),)
 
-        run, back = functools.partial(call, forward), functools.partial(call, backward)
-        return differentiable(run, back, tensor)[0]
+        def back(gradient: torch.Tensor) -> tuple[torch.Tensor]:
+            return (self.differentiable_host_callback(gradient, backward, forward, on_device),)
+
+        return differentiable(functools.partial(call, forward), back, tensor)[0]
 
     @torch.compiler.disable
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:

@@ -50,12 +50,19 @@ def grouped_allgather(
         return own_rows(gradients, lengths, None, process_set)
 
     def forward(*tensors: Any) -> list[Any]:
-        return collective(gather, tensors, [(None, *tensor.shape[1:]) for tensor in tensors])
+        return collective(gather, tensors, [rows_like(tensor) for tensor in tensors])
+
+    def average(*gradients: Any) -> list[Any]:
+        lengths = tf.stack([tf.shape(tensor, out_type=tf.int64)[0] for tensor in given])
+        shapes, dtypes = [tensor.shape for tensor in given], [tensor.dtype for tensor in gradients]
+        return collective(back, [*gradients, lengths], shapes, dtypes)
+
+    def spread(_: Any, upstream: list[Any]) -> list[Any]:
+        gathered = grouped_allgather(upstream, process_set=process_set)
+        return [_shared_out(tensor, process_set) for tensor in gathered]
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
-        lengths = tf.stack([tf.shape(tensor, out_type=tf.int64)[0] for tensor in given])
-        shapes, dtypes = [tensor.shape for tensor in given], [tensor.dtype for tensor in upstream]
-        return collective(back, [*upstream, lengths], shapes, dtypes)
+        return differentiable(average, spread, upstream)
 
     return differentiable(forward, backward, given)
 
@@ -85,8 +92,15 @@ def broadcast(
     def forward(given: Any) -> list[Any]:
         return collective(send, [given], [given.shape])
 
+    def average(gradient: Any) -> list[Any]:
+        return collective(back, [gradient], [gradient.shape])
+
+    def spread(_: Any, upstream: list[Any]) -> list[Any]:
+        sent = broadcast(upstream[0], root_rank, process_set=process_set)
+        return [_shared_out(sent, process_set)]
+
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
-        return collective(back, upstream, [gradient.shape for gradient in upstream])
+        return differentiable(average, spread, upstream)
 
     return differentiable(forward, backward, as_tensors([tensor]))[0]
 
@@ -123,18 +137,33 @@ def alltoall(
         return np.concatenate([rows, unsent])
 
     def forward(given: Any) -> list[Any]:
-        shapes = [(None, *given.shape[1:]), (size,)]
+        shapes = [rows_like(given), (size,)]
         return collective(send, [given, *counts], shapes, [given.dtype, tf.int32])
 
     given = tf.convert_to_tensor(tensor)
 
     def backward(results: list[Any], upstream: list[Any]) -> list[Any]:
-        gradient, received = upstream[0], results[1]
-        rows = [gradient, received, tf.shape(given)[0]]
-        return collective(back, rows, [given.shape], [gradient.dtype])
+        def send_back(gradient: Any) -> list[Any]:
+            rows = [gradient, results[1], tf.shape(given)[0]]
+            return collective(back, rows, [given.shape], [gradient.dtype])
+
+        def send_again(_: Any, upstream: list[Any]) -> list[Any]:
+            sent = alltoall(upstream[0], splits, process_set=process_set)
+            return [sent if splits is None else sent[0]]
+
+        return differentiable(send_back, send_again, upstream[:1])
 
     output, received = differentiable(forward, backward, [given])
     return output if splits is None else (output, received)
+
+
+def rows_like(tensor: Any) -> tf.TensorShape:
+    """Returns the shape of any number of rows of a tensor, whose rank may be unknown."""
+    return tf.TensorShape([None]).concatenate(tensor.shape[1:])
+
+
+def _shared_out(tensor: Any, process_set: ProcessSet) -> Any:
+    return tensor * tf.cast(1 / runtime.communicator(process_set).size, tensor.dtype)
 
 
 @operation

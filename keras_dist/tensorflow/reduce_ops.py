@@ -23,7 +23,7 @@ from keras_dist.ops.gradient_plans import bucket_nbytes
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduce_op import Compression as Wires
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.tensorflow.exchange_ops import grouped_allgather
+from keras_dist.tensorflow.exchange_ops import grouped_allgather, rows_like
 from keras_dist.tensorflow.host_callback import (
     as_array,
     as_eager,
@@ -212,7 +212,7 @@ def grouped_reducescatter(
         return reduction.reducescatter(arrays)
 
     def forward(*given: Any) -> list[Any]:
-        return collective(reduce, given, [(None, *tensor.shape[1:]) for tensor in given])
+        return collective(reduce, given, [rows_like(tensor) for tensor in given])
 
     def backward(_: Any, upstream: list[Any]) -> list[Any]:
         factor = reduction.scatter_gradient_factor
@@ -256,7 +256,7 @@ def _reduce_slices(slices: tf.IndexedSlices, reduction: Reduction) -> tf.Indexed
         )
         return rows, row_indices.astype(indices.dtype)
 
-    shapes = [(None, *slices.values.shape[1:]), (None,)]
+    shapes = [rows_like(slices.values), (None,)]
     values, indices = collective(reduce, [slices.values, slices.indices], shapes)
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 

@@ -18,7 +18,12 @@ from keras_dist.ops.face import Reduction, compressed, decompressed, face, rows_
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.torch.reduce_ops import Compression, reduce_tensor, reduce_tensors, write_back
+from keras_dist.torch.reduce_ops import (
+    Compression,
+    reduce_tensor,
+    reduce_with_gradient,
+    write_back,
+)
 
 
 @face(ops.allgather)
@@ -43,7 +48,7 @@ def grouped_allgather(
         return tuple(to_tensors(gathered, given))
 
     def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
-        averaged = reduce_tensors(Reduction(Average, name, 1.0, 1.0, process_set), *gradients)
+        averaged = reduce_with_gradient(Reduction(Average, name, 1.0, 1.0, process_set), *gradients)
         starts = rows_before(lengths, name, process_set).tolist()
         triples = zip(averaged, starts, lengths, strict=True)
         return [rows[start : start + length] for rows, start, length in triples]
@@ -123,13 +128,19 @@ def alltoall(
         )
         return to_torch(rows, given), torch.from_numpy(received).to(torch.int32)
 
-    def back(gradient: torch.Tensor, _: Any) -> list[torch.Tensor]:
+    def send_back(gradient: torch.Tensor) -> tuple[torch.Tensor]:
         rows, _ = exchange(gradient.contiguous(), received)
         full = gradient.new_zeros(shape)  # rows beyond the sum of the splits were not sent
         full[: len(rows)] = rows
-        return [full]
+        return (full,)
 
-    rows, received = differentiable(lambda given: exchange(given, splits), back, tensor)
+    def back(gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, ...]:
+        return differentiable(send_back, lambda again: [send(again)[0]], gradient)
+
+    def send(given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return differentiable(lambda given: exchange(given, splits), back, given)
+
+    rows, received = send(tensor)
     return rows if splits is None else (rows, received)
 
 
@@ -150,9 +161,16 @@ def broadcast(
         sent = ops.broadcast(to_array(given), root_rank, name, process_set)
         return (to_tensor(sent, given),)
 
-    def back(gradient: torch.Tensor) -> list[torch.Tensor]:
+    def average(gradient: torch.Tensor) -> tuple[torch.Tensor]:
         averaged = reduce_tensor(gradient, Average, name, 1.0, 1.0, process_set)
-        return [averaged if runtime.rank() == root_rank else torch.zeros_like(averaged)]
+        return (averaged if runtime.rank() == root_rank else torch.zeros_like(averaged),)
+
+    def spread(gradient: torch.Tensor) -> list[torch.Tensor]:
+        sent = broadcast(gradient, root_rank, name, process_set)
+        return [sent / runtime.communicator(process_set).size]
+
+    def back(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return differentiable(average, spread, gradient)
 
     return differentiable(run, back, tensor)[0]
 

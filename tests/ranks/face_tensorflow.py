@@ -72,6 +72,21 @@ def gradient(form, function, given, weights):
     return run(form, derive, tf.constant(given)).numpy()
 
 
+def second_gradient(form, function, given, weights, others):
+    """Returns the gradient of a weighted sum of the gradient of half the squares of results."""
+
+    def derive(x):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                total = tf.reduce_sum(flat(function(x)) ** 2 * weights) / 2
+            slope = tf.reduce_sum(tape.gradient(total, x) * others)
+        return outer.gradient(slope, x)
+
+    return run(form, derive, tf.constant(given)).numpy()
+
+
 def sparse_allreduce(form, values, indices, shape, **options):
     """Returns the sum or the average of sparse tensors of all ranks as a dense array."""
 

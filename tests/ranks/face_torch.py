@@ -69,6 +69,14 @@ def gradient(form, function, given, weights):
     return x.grad.numpy()
 
 
+def second_gradient(form, function, given, weights, others):
+    x = torch.tensor(given, requires_grad=True)
+    total = (flat(function(x)) ** 2 * torch.tensor(weights)).sum() / 2
+    (slope,) = torch.autograd.grad(total, x, create_graph=True)
+    (found,) = torch.autograd.grad((slope * torch.tensor(others)).sum(), x)
+    return found.numpy()
+
+
 def sparse_allreduce(form, values, indices, shape, **options):
     given = torch.sparse_coo_tensor(indices[None], values, shape)
     result = hvd.sparse_allreduce_async(given, **options)()  # as in scripts of Horovod

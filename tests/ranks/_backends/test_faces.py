@@ -299,6 +299,18 @@ SLOPES = {
 }
 
 
+def applied(name, case, process_set):
+    """Returns an operation as a function of a tensor; one with a group takes integers as well."""
+
+    def function(x):
+        is_group = name.startswith("grouped_")
+        value = [x, face.tensor(own((3,), "int32")), 3 * x] if is_group else x
+        found = flattened(call("eager", name, value, case.options, process_set))
+        return found[::2] if is_group else found[:1]
+
+    return function
+
+
 @differentiated
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_is_that_of_the_sum_of_the_losses_of_all_ranks(name, form, process_set):
@@ -313,11 +325,7 @@ def test_a_gradient_is_that_of_the_sum_of_the_losses_of_all_ranks(name, form, pr
             found = flattened(expected(name, given, members, rank, **case.options))
             return np.concatenate([one.ravel() for one in found if one.dtype.kind == "f"])
 
-        def function(x):
-            value = [x, face.tensor(integers), 3 * x] if name != single else x
-            found = flattened(call("eager", name, value, case.options, process_set))
-            return found[::2] if name != single else found[:1]
-
+        function = applied(name, case, process_set)
         weights = [
             np.arange(len(results_on(rank, arrays)), dtype="float32") + rank + 1 for rank in members
         ]
@@ -333,6 +341,24 @@ def test_a_gradient_is_that_of_the_sum_of_the_losses_of_all_ranks(name, form, pr
     for case in CASES[single] if RANK in members else ():
         if case.is_linear() and case.works(form, members):
             check_gradient(case)
+
+
+@differentiated
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_gradient_is_that_of_the_gradient(name, form, process_set):
+    if not hasattr(face, "second_gradient"):
+        pytest.skip("refused in words")
+    members, single = list(process_set.ranks), name.removeprefix("grouped_")
+    share = 1 / len(members) if single in ("allgather", "broadcast") else 1  # as in Horovod
+    linear = [one for one in CASES[single] if one.is_linear() and one.works(form, members)]
+    for case in linear[:4] if RANK in members else ():
+        function, x = applied(name, case, process_set), case.value(RANK, members)
+        others = own(x.shape) + np.float32(RANK)
+        sent = face.array(face.flat(function(face.tensor(others))))
+        weights = np.arange(len(sent), dtype="float32") + RANK + 1
+        wanted = face.gradient("eager", function, x, weights * sent * np.float32(share))
+        found = face.second_gradient(form, function, x, weights, others)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 @differentiated

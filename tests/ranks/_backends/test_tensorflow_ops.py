@@ -131,6 +131,14 @@ def test_a_branch_of_a_graph_for_a_process_set():
     hvd.remove_process_set(process_set)
 
 
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "alltoall", "reducescatter"])
+def test_a_graph_for_tensors_of_unknown_rank(name):
+    operation = getattr(hvd, name)
+    given = tf.ones((hvd.size(), 3))
+    graph = tf.function(operation, input_signature=[tf.TensorSpec(None)], autograph=False)
+    np.testing.assert_array_equal(graph(given), operation(given))
+
+
 def test_an_in_place_write_to_a_result_in_a_graph_changes_no_other():
     size = 40_000
 

@@ -75,6 +75,37 @@ def test_weights_and_statistics_equal_those_of_one_process():
     assert_close(weights_of(model), weights_of(plain), relative=1e-5)
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="refused in words")
+def test_the_gradient_of_a_penalty_equals_that_of_one_process():
+    x, _ = make_data(BATCH * keras_dist.size())
+    rows, weights = rows_of_rank(x, BATCH), np.cos(np.arange(x.size)).astype("float32")
+    weights = weights.reshape(x.shape)
+    found = penalty_gradient(Sync(), rows, rows_of_rank(weights, BATCH))
+    wanted = penalty_gradient(Plain(), x, weights)
+    np.testing.assert_allclose(found, rows_of_rank(wanted, BATCH), rtol=1e-3, atol=1e-4)
+
+
+def penalty_gradient(layer, x, weights):
+    """Returns the gradient, by the rows, of the squared gradient of a loss."""
+    if BACKEND == "torch":
+        import torch
+
+        x, weights = torch.tensor(x, requires_grad=True), torch.tensor(weights)
+        total = (layer(x, training=True) ** 3 * weights).sum()
+        (slope,) = torch.autograd.grad(total, x, create_graph=True)
+        return torch.autograd.grad((slope**2).sum(), x)[0].numpy()
+    import tensorflow as tf
+
+    x = tf.constant(x)
+    with tf.GradientTape() as outer:
+        outer.watch(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(layer(x, training=True) ** 3 * weights)
+        penalty = tf.reduce_sum(tape.gradient(total, x) ** 2)
+    return outer.gradient(penalty, x).numpy()
+
+
 def test_a_large_mean_keeps_the_digits_of_the_variance():
     x, _ = make_data(BATCH * keras_dist.size())
     x += np.float32(3000)
