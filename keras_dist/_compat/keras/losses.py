@@ -181,8 +181,7 @@ def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: A
         return own[-1].value
 
     if not compiled.built:
-        with _replaced(compiled, "_metrics", [None]):
-            original(compiled, *given)
+        _build(original, compiled, *given)
     losses = compiled._flat_losses
     # Keras pairs metrics with losses; a loss without one is not recorded.
     with _replaced(compiled, "_metrics", [None] * len(losses)):
@@ -198,6 +197,20 @@ def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: A
     ]
     with _replaced(compiled, "_flat_losses", known):
         return original(compiled, *given)
+
+
+def _build(original: Callable[..., Any], compiled: Any, *given: Any) -> None:
+    """Builds losses of `compile` without calling them: a step calls each once, and may count."""
+    build, found = compiled.build, list[Any]()
+
+    def without_calls(*structures: Any) -> None:
+        build(*structures)
+        found.extend(compiled._flat_losses)
+        compiled._flat_losses = [each._replace(loss=lambda *_: ops.zeros(())) for each in found]
+
+    with _replaced(compiled, "_metrics", [None]), _replaced(compiled, "build", without_calls):
+        original(compiled, *given)
+    compiled._flat_losses = found
 
 
 def _measured(
@@ -324,6 +337,7 @@ CONTRACT = (
     ),
     LOSSES.method("apply_mask(sample_weight, mask, dtype, reduction)", WEIGHING, INEXACT),
     Owner(f"{COMPILED}:CompileLoss").method("call(y_true, y_pred)", WEIGHING, INEXACT),
+    Owner(f"{COMPILED}:CompileLoss").method("build(y_true, y_pred)", WEIGHING, INEXACT),
     Owner(f"{COMPILED}:CompileLoss").attribute("_flat_losses", WEIGHING, INEXACT),
     Owner("keras:Model").attribute("_compile_loss", WEIGHING, INEXACT),
     Owner(f"{COMPILED}:CompileLoss").attribute("_metrics", WEIGHING, INEXACT),

@@ -253,6 +253,24 @@ def test_a_loss_needs_no_hash():
     assert np.isfinite(model.train_on_batch(x, x[:, :1]))
 
 
+@pytest.mark.skipif(backend == "jax", reason="on JAX, a step does not keep variables of a loss")
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_step_calls_each_loss_once(eager):
+    count = keras.Variable(0.0, trainable=False)
+
+    def counting(y_true, y_pred):
+        count.assign_add(1.0)
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+    model, _ = of_rows()
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, counting, run_eagerly=eager)
+    x = np.ones((BATCH, TOKENS), "float32")
+    for _ in range(STEPS):
+        model.train_on_batch(x, x[:, :1])
+    assert float(keras.ops.convert_to_numpy(count)) == STEPS
+
+
 @pytest.mark.skipif(backend == "jax", reason="on JAX, values do not determine shapes")
 @pytest.mark.parametrize("loss", [of_positive_targets, OfPositiveTargets()])
 @pytest.mark.parametrize("eager", [False, True])
