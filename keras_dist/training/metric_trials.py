@@ -1,9 +1,11 @@
 """What a metric of a user does with a few small batches, tried apart from its state."""
 
+import copy
 import functools
 import inspect
 import itertools
 import math
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -186,9 +188,14 @@ def _close(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def _twin(value: Any, made: dict[int, Any]) -> Any:
-    """Copies metrics, collections and arrays at any depth, and shares variables and all others."""
+    """Copies metrics and what they hold, at any depth; shares variables and other parts of Keras.
+
+    Args:
+        made: the copies by the `id` of the original, as `copy.deepcopy` has them.
+    """
     if isinstance(value, keras.metrics.Metric):
         if id(value) not in made:
+            made.update((id(variable), variable) for variable in value.variables)
             made[id(value)] = object.__new__(type(value))
             vars(made[id(value)]).update(
                 {name: _twin(inner, made) for name, inner in vars(value).items()}
@@ -198,9 +205,13 @@ def _twin(value: Any, made: dict[int, Any]) -> Any:
         return {key: _twin(inner, made) for key, inner in value.items()}
     if isinstance(value, list):
         return [_twin(inner, made) for inner in value]
-    if isinstance(value, set):
-        return set(value)
-    return value.copy() if isinstance(value, np.ndarray) else value
+    owner = value.__self__ if inspect.ismethod(value) else value
+    if any(map(is_part_of_keras, type(owner).__mro__)):
+        return value
+    try:  # such as a variable of the backend, a deque, or an object of the user with state
+        return copy.deepcopy(value, made)
+    except Exception:  # such as of a module, which cannot be copied
+        return value
 
 
 def _same(a: Any, b: Any, seen: set[int]) -> bool:
@@ -218,4 +229,9 @@ def _same(a: Any, b: Any, seen: set[int]) -> bool:
         return len(a) == len(b) and all(map(lambda x, y: _same(x, y, seen), a, b))
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b)
-    return a is b or (isinstance(a, int | float | str | set) and a == b)
+    if a is b or isinstance(a, int | float | str | set):
+        return a is b or bool(a == b)
+    try:
+        return pickle.dumps(a) == pickle.dumps(b)
+    except Exception:  # of what cannot be pickled, such as a function in it
+        return True

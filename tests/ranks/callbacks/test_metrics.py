@@ -1,5 +1,6 @@
 """Metrics on ranks with unequal shares equal those of one process on all the data."""
 
+import collections
 import inspect
 import warnings
 from typing import ClassVar
@@ -418,6 +419,17 @@ class Listed(Own):
         return max(self.values, default=0.0)
 
 
+class Held(Listed):
+    """Has state in an object that is no list, dict or array."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.values = collections.deque()
+
+    def reset_state(self):
+        self.values.clear()
+
+
 class Both(Listed, Count):
     states: ClassVar = {"state": ("float32", 0.0)}
 
@@ -428,7 +440,7 @@ class Both(Listed, Count):
 
 @pytest.mark.parity("a metric that cannot be merged is averaged, and named in a warning")
 def test_metrics_that_cannot_be_merged_are_averaged_and_named():
-    kinds = [Last, Drifting, Pair, Apart] + ([Listed, Both] if BACKEND != "jax" else [])
+    kinds = [Last, Drifting, Pair, Apart] + ([Listed, Held, Both] if BACKEND != "jax" else [])
     model = compiled([make() for make in kinds], run_eagerly=BACKEND != "jax")
     rank, size = keras_dist.rank(), keras_dist.size()
     x = np.zeros((4, CLASSES), "float32")
@@ -447,6 +459,17 @@ def test_metrics_that_cannot_be_merged_are_averaged_and_named():
     for text in texts:
         assert all(f"{make.__name__} (" in text for make in kinds)
         assert "the average of the ranks' results is logged instead" in text
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="a compiled step would not change state in Python")
+def test_trials_leave_what_a_metric_holds_as_it_is():
+    model = compiled([Held()], run_eagerly=True)
+    y = np.full((4, CLASSES), 1.0 + keras_dist.rank(), "float32")
+    options = {"verbose": 0, "return_dict": True, "callbacks": [MetricAverageCallback()]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logs = model.evaluate(0 * y, y, **options)
+    assert logs["Held"] == pytest.approx((1 + keras_dist.size()) / 2)
 
 
 def root_mean_square(y_true, y_pred):
