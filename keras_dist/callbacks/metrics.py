@@ -11,7 +11,6 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import Compute, FitSession, Logs
 from keras_dist.training.metric_states import merged_states, unmergeable
 from keras_dist.training.model_state import bytes_of, to_numpy
@@ -74,7 +73,7 @@ class MetricAverageCallback(SessionCallback):
     def _exact(self, logs: Any, compute: Compute) -> dict[str, Any]:
         """Returns the logs of an epoch from the states of all ranks."""
         model = self.model
-        if self.session.is_evaluation and distributed_optimizers(model):
+        if self.session.is_evaluation:
             _backends.active().finish_calls()
             # Others may have more batches.
             _engine.collectives.join_all(runtime.fit_communicators())

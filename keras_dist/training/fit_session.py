@@ -71,7 +71,7 @@ class FitSession:
         self.model, self.task = model, task
         #: the call of a method of the same model within which this one runs
         self.outer: FitSession | None = running_in(model)
-        #: all callbacks of the list, including those that Keras adds
+        #: all callbacks of the list, including those that Keras adds; without a fit, the members
         self.callbacks: Sequence[keras.callbacks.Callback] = ()
         #: members that can write a backup of the current step at once, by `save_now`
         self.backups: list[Any] = []

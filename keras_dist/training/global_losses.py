@@ -73,7 +73,8 @@ class Step:
     reduction: GradientReduction
     #: whether the batches of all ranks have equal shapes in each step
     equal_batches: bool = False
-    evaluates: Callable[[], bool] | None = None
+    #: in a test step: returns the ranks that evaluate the model together; `None`: this one alone
+    evaluates: Callable[[], _engine.Communicator | None] | None = None
     rows: tuple[Any, Any, Any] | None = None
 
 
@@ -190,8 +191,8 @@ def _exchanged(own: Sequence[Measured], step: Step) -> list[Any]:
     adds = step.reduction.options.op is _engine.ReduceOp.SUM
     # TensorFlow keeps functions of the host until the process ends: they must not hold the model.
     options = step.reduction.options
-    ranks = options.each_step if step.evaluates is None else options.process_set
-    summed = functools.partial(_summed, ranks, step.evaluates)
+    ranks = step.evaluates or functools.partial(runtime.communicator, options.each_step)
+    summed = functools.partial(_summed, ranks)
     is_mean = np.array([loss.reduction == "mean" for loss in own])
     given = [
         ops.zeros(()) if loss.reduction == "none" else ops.stop_gradient(loss.value) for loss in own
@@ -255,13 +256,12 @@ def _with_gradient(value: Any, factor: Any, shared: Any) -> Any:
     return shared + factor * zero
 
 
-def _summed(
-    process_set: ProcessSet | None, evaluates: Callable[[], bool] | None, array: np.ndarray
-) -> np.ndarray:
-    """Returns the sum of the arrays of all ranks, or an array itself if only this one evaluates."""
-    if evaluates is not None and not evaluates():
+def _summed(ranks: Callable[[], _engine.Communicator | None], array: np.ndarray) -> np.ndarray:
+    """Returns the sum of the arrays of all ranks, or an array itself if this one is alone."""
+    comm = ranks()
+    if comm is None:
         return array
-    [summed] = allreduce(runtime.communicator(process_set), [array], [LOSSES])
+    [summed] = allreduce(comm, [array], [LOSSES])
     return summed
 
 

@@ -110,8 +110,9 @@ def _running(task: str) -> Callable[..., Any]:
         with (
             _engine.progress.during(task),
             within_set(set_of(found, model), found),
-            FitSession(model, task),
+            FitSession(model, task) as session,
         ):
+            session.callbacks = found
             return method(model, *args, **kwargs)
 
     return running

@@ -17,6 +17,7 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.losses import own_losses
 from keras_dist._compat.keras.models import is_trainer, layers_of
 from keras_dist.data import epochs
+from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.training import random_generators
 from keras_dist.training.agreement import within_set
 from keras_dist.training.copies import complete, move_outwards
@@ -28,6 +29,7 @@ from keras_dist.training.fit_session import (
     steps_of_call,
 )
 from keras_dist.training.global_losses import Step, with_rows, within
+from keras_dist.training.gradient_reduction import GradientReduction
 from keras_dist.training.model_state import optimizers_of
 from keras_dist.training.rounds_in_fit import count_steps
 
@@ -91,8 +93,16 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
 
 
 def make_test_function(original: Callable[..., Any], model: Any, force: bool = False) -> Any:
-    """Makes the test function of a model; where all ranks evaluate, losses are those of all."""
+    """Makes the test function of a model; where all ranks evaluate, losses are those of all.
+
+    The callbacks of an `evaluate` tell so of a model without a distributed optimizer.
+    """
     reductions = [optimizer._keras_dist for optimizer in distributed_optimizers(model)]
+    ranks: Callable[[], Any] = runtime.fit_communicator
+    if reductions:
+        ranks = functools.partial(runtime.communicator, reductions[0].options.process_set)
+    elif (session := running_in(model)) is not None and session.task == "evaluate":
+        reductions = [GradientReduction(ReductionOptions()) for _ in session.callbacks[:1]]
     if not any(reduction.replicas() is not None for reduction in reductions):
         made = original(model, force)
         model.test_function = _wrapped(model.test_function, own_losses)
@@ -100,10 +110,13 @@ def make_test_function(original: Callable[..., Any], model: Any, force: bool = F
     is_undistributed = own_losses in getattr(model.test_function, WRAPPED, (own_losses,))
     if not is_undistributed and not force:
         return model.test_function
+    renew_steps(model, "test_step")
     with _backends.active().test_step_for_host(model):
         original(model, True)
     known = weakref.ref(model)  # TensorFlow keeps functions of the host until the process ends
-    step = Step(reductions[0], evaluates=lambda: is_evaluated_together(known()))
+    step = Step(
+        reductions[0], evaluates=lambda: ranks() if is_evaluated_together(known()) else None
+    )
     model.test_function = _wrapped(model.test_function, lambda: within(step, model))
     return model.test_function
 
@@ -188,11 +201,11 @@ def retrace(model: keras.Model) -> None:
                 inner.make_train_function(force=True)
 
 
-def renew_steps(model: keras.Model) -> None:
+def renew_steps(model: keras.Model, *names: str) -> None:
     """Gives a model functions that JAX has not traced: it knows traced functions by their value."""
     if keras.backend.backend() != "jax":
         return
-    for name in ("train_step", "test_step"):
+    for name in names or ("train_step", "test_step"):
         step = model.__dict__.get(name) or getattr(model, name)
         model.__dict__[name] = _Renewed(step.func if isinstance(step, _Renewed) else step)
 

@@ -404,6 +404,22 @@ def test_evaluation_without_callbacks_is_local():
         model.test_on_batch(x, y)
 
 
+def test_the_evaluation_of_a_model_that_is_not_distributed_is_that_of_one_process():
+    keras.utils.set_random_seed(1)
+    model, compiled = of_two_outputs()
+    model.compile(**compiled)
+    parts = unequal(parts_of_text(both))
+    found = []
+    for batches, callbacks in (
+        (joined(parts), None),
+        (parts[keras_dist.rank()], keras_dist.callbacks()),
+    ):
+        options = {"verbose": 0, "return_dict": True, "callbacks": callbacks}
+        found.append(model.evaluate((batch for batch in batches), **options))
+    for name, value in found[0].items():
+        np.testing.assert_allclose(found[1][name], value, rtol=1e-5, err_msg=name)
+
+
 def test_the_losses_of_a_step_are_exchanged_at_once(monkeypatch):
     calls, original = [], global_losses._summed
     monkeypatch.setattr(
