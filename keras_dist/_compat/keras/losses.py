@@ -4,7 +4,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import keras
@@ -139,9 +139,7 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
         methods["stateless_call"] = functools.partial(called_anew, model, model.stateless_call)
     _stacks.within.append(losses)
     try:
-        with ExitStack() as stack:
-            for name, method in methods.items():
-                stack.enter_context(_replaced(model, name, method))
+        with _replaced(model, **methods):
             yield
     finally:
         _stacks.within.pop()
@@ -150,9 +148,8 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
 def called_anew(model: Any, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Calls a model on JAX after its layers have forgotten the losses of earlier calls.
 
-    Keras 3.15 knows the losses of a layer by their `id`, and a layer drops those of its last call
-    when it is called. If Python has given one of these to the new loss of a layer before it, that
-    loss is dropped as well, and the compiled step lacks it.
+    Keras 3.15 knows losses by their `id`. A layer that is called drops those of its last call, and
+    so the new loss of another layer to which Python has given such an `id`.
     """
     for layer in layers_of(model):
         layer._loss_ids.clear()
@@ -160,14 +157,15 @@ def called_anew(model: Any, call: Callable[..., Any], *arguments: Any, **named: 
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Returns a context in which an attribute of an instance has a value, untracked by Keras."""
-    before = {name: vars(owner)[name]} if name in vars(owner) else {}
-    vars(owner)[name] = value
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Returns a context in which attributes of an instance have values, untracked by Keras."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
     try:
         yield
     finally:
-        del vars(owner)[name]
+        for name in values:
+            del vars(owner)[name]
         vars(owner).update(before)
 
 
@@ -184,9 +182,9 @@ def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: A
         _build(original, compiled, *given)
     losses = compiled._flat_losses
     # Keras pairs metrics with losses; a loss without one is not recorded.
-    with _replaced(compiled, "_metrics", [None] * len(losses)):
+    with _replaced(compiled, _metrics=[None] * len(losses)):
         measuring = [each._replace(loss=functools.partial(measure, each.loss)) for each in losses]
-        with _replaced(compiled, "_flat_losses", measuring):
+        with _replaced(compiled, _flat_losses=measuring):
             total = original(compiled, *given)
     values = within.replaced(own)
     if not compiled._metrics and all(a is b.value for a, b in zip(values, own, strict=True)):
@@ -195,7 +193,7 @@ def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: A
         each._replace(loss=lambda *_, value=value: value)
         for each, value in zip(losses, values, strict=False)  # Keras may use the first one alone
     ]
-    with _replaced(compiled, "_flat_losses", known):
+    with _replaced(compiled, _flat_losses=known):
         return original(compiled, *given)
 
 
@@ -208,9 +206,11 @@ def _build(original: Callable[..., Any], compiled: Any, *given: Any) -> None:
         found.extend(compiled._flat_losses)
         compiled._flat_losses = [each._replace(loss=lambda *_: ops.zeros(())) for each in found]
 
-    with _replaced(compiled, "_metrics", [None]), _replaced(compiled, "build", without_calls):
-        original(compiled, *given)
-    compiled._flat_losses = found
+    try:
+        with _replaced(compiled, _metrics=[None], build=without_calls):
+            original(compiled, *given)
+    finally:
+        compiled._flat_losses = found or compiled._flat_losses
 
 
 def _measured(
