@@ -65,7 +65,10 @@ class Backend(Protocol):
         return
 
     def host_array(self, tensor: Any) -> np.ndarray:
-        """Returns the array of a tensor, in place on the host: do not write to it, nor hold it."""
+        """Returns the array of a tensor, in place on the host.
+
+        Do not write to it, nor hold it until the next train step.
+        """
 
     def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
         """Returns tensors as arrays, all on the host or all in GPU memory; see `host_array`."""
@@ -108,11 +111,16 @@ class Backend(Protocol):
         return False
 
     def differentiable_host_callback(
-        self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+        self,
+        tensor: Any,
+        forward: HostFunction,
+        backward: HostFunction,
+        on_device: bool = False,
+        again: HostFunction | None = None,
     ) -> Any:
-        """Adds a linear host function, called in program order, and its gradient, in reverse order.
+        """Adds a host function, called in program order, and its gradient, in reverse order.
 
-        The gradient of `backward` is `forward`.
+        The gradient of `backward` is `again`, by default `forward`.
         """
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
@@ -128,7 +136,7 @@ class Backend(Protocol):
         """Adds a host function of several arrays, with results of `shapes`, to a train step."""
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
-        """Returns tensors that are computed only after another, as by default in program order."""
+        """Returns tensors that are computed only after another; by default they are, as called."""
         return list(tensors)
 
     def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
@@ -149,7 +157,7 @@ class Backend(Protocol):
         return [gradient * factor for gradient in gradients]
 
     def check_model(self, model: Any) -> None:
-        """Checks that nothing else averages a model's gradients, as JAX does in a distribution."""
+        """Checks that nothing else averages a model's gradients; by default nothing does."""
         return
 
     def train_step_for_host(
@@ -188,7 +196,7 @@ class Backend(Protocol):
         """Takes the batches of a call of the train function without training on them."""
 
     def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the next batch of a train function, if accessible, and its further arguments."""
+        """Returns the next batch, if accessible, and the arguments to pass on, which include it."""
 
     def build_from(self, model: Any, batches: Any) -> None:
         """Creates a model's variables from the shapes of its data; by default Keras has done so."""
@@ -227,7 +235,10 @@ def use(name: str) -> None:
 
 
 def in_use() -> list[Backend]:
-    """Returns the backends whose devices and threads this process uses; see `use`."""
+    """Returns the backends whose devices and threads this process uses.
+
+    These are the registered ones, and that of Keras if it is imported or none is registered.
+    """
     backends = [_load(name) for name in _named]
     if (not backends or "keras" in sys.modules) and active() not in backends:
         backends.append(active())

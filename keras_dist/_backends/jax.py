@@ -198,7 +198,12 @@ class Jax(Backend):
         return any(isinstance(value, jax.core.Tracer) for value in values)
 
     def differentiable_host_callback(
-        self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+        self,
+        tensor: Any,
+        forward: HostFunction,
+        backward: HostFunction,
+        on_device: bool = False,
+        again: HostFunction | None = None,
     ) -> Any:
 
         def call(function: HostFunction, local: Any) -> Any:

@@ -235,11 +235,18 @@ class TensorFlow(Backend):
         return not tf.executing_eagerly()
 
     def differentiable_host_callback(
-        self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+        self,
+        tensor: Any,
+        forward: HostFunction,
+        backward: HostFunction,
+        on_device: bool = False,
+        again: HostFunction | None = None,
     ) -> Any:
 
         def back(gradient: Any) -> Any:
-            return self.differentiable_host_callback(gradient, backward, forward, on_device)
+            return self.differentiable_host_callback(
+                gradient, backward, again or forward, on_device
+            )
 
         @tf.custom_gradient
         def differentiable(local: Any) -> tuple[Any, Callable[[Any], Any]]:

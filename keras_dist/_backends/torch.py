@@ -116,7 +116,12 @@ class Torch(Backend):
 
     @torch.compiler.disable
     def differentiable_host_callback(
-        self, tensor: Any, forward: HostFunction, backward: HostFunction, on_device: bool = False
+        self,
+        tensor: Any,
+        forward: HostFunction,
+        backward: HostFunction,
+        on_device: bool = False,
+        again: HostFunction | None = None,
     ) -> Any:
         if tensor.is_meta:  # Keras infers shapes
             return torch.empty_like(tensor)
@@ -126,7 +131,9 @@ class Torch(Backend):
             return (to_tensor(function(take(given)), given),)
 
         def back(gradient: torch.Tensor) -> tuple[torch.Tensor]:
-            return (self.differentiable_host_callback(gradient, backward, forward, on_device),)
+            return (
+                self.differentiable_host_callback(gradient, backward, again or forward, on_device),
+            )
 
         return differentiable(functools.partial(call, forward), back, tensor)[0]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist import _backends, _engine, runtime
+from keras_dist import _backends, _engine, errors, runtime
 from keras_dist.ops.arguments import as_array
 
 
@@ -38,6 +38,7 @@ def send(value: Any, destination: int, name: str | None = None) -> Any:
         ArgumentError: `destination` is not another rank of the job.
         ArgumentTypeError: `value` holds Python objects.
         MismatchError: the other rank calls another operation; raised on both.
+        UsageError: a gradient of the gradient is taken.
         RankLostError: a rank has died. The operation is not retried, whatever
             `KERAS_DIST_ON_FAILURE` says.
 
@@ -67,7 +68,9 @@ def send(value: Any, destination: int, name: str | None = None) -> Any:
     if tensor is None:
         _engine.point_to_point.send(comm, as_array(value), destination, label, name)
         return None
-    zeros = _backends.active().differentiable_host_callback(tensor, forward, backward)
+    zeros = _backends.active().differentiable_host_callback(
+        tensor, forward, backward, again=_refuse_again
+    )
     return sys.modules["keras"].ops.sum(zeros)
 
 
@@ -91,6 +94,7 @@ def recv(source: int, like: Any = None, name: str | None = None) -> Any:
     Raises:
         ArgumentError: `source` is not another rank of the job.
         MismatchError: the other rank calls another operation; raised on both.
+        UsageError: a gradient of the gradient is taken.
         RankLostError: a rank has died. The operation is not retried, whatever
             `KERAS_DIST_ON_FAILURE` says.
     """
@@ -110,7 +114,16 @@ def recv(source: int, like: Any = None, name: str | None = None) -> Any:
     tensor = _tensor_of(like)
     if tensor is None:
         return forward(as_array(like))
-    return _backends.active().differentiable_host_callback(tensor, forward, backward)
+    return _backends.active().differentiable_host_callback(
+        tensor, forward, backward, again=_refuse_again
+    )
+
+
+def _refuse_again(_: np.ndarray) -> np.ndarray:
+    # The other rank need not differentiate twice: this one would wait for it.
+    expected, received = "one gradient through send and recv", "the gradient of a gradient"
+    remedy = "Send the gradients yourself, or keep what is differentiated twice on one rank."
+    raise errors.UsageError(runtime.where(), expected, received, remedy)
 
 
 def _gradient(name: str | None) -> Any:

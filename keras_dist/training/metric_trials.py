@@ -1,11 +1,11 @@
 """What a metric of a user does with a few small batches, tried apart from its state."""
 
+import collections
 import copy
 import functools
 import inspect
 import itertools
 import math
-import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,33 +205,38 @@ def _twin(value: Any, made: dict[int, Any]) -> Any:
         return {key: _twin(inner, made) for key, inner in value.items()}
     if isinstance(value, list):
         return [_twin(inner, made) for inner in value]
+    if type(value) is tuple:
+        return tuple(_twin(inner, made) for inner in value)
     owner = value.__self__ if inspect.ismethod(value) else value
-    if any(map(is_part_of_keras, type(owner).__mro__)):
+    if any(is_part_of_keras(base) or is_module(base) for base in type(owner).__mro__):
         return value
+    copies = dict(made)
     try:  # such as a variable of the backend, a deque, or an object of the user with state
-        return copy.deepcopy(value, made)
-    except Exception:  # such as of a module, which cannot be copied
+        copied = copy.deepcopy(value, copies)
+    except Exception:  # such as of a module of Python, which cannot be copied
         return value
+    made.update(copies)
+    return copied
+
+
+def is_module(kind: type) -> bool:
+    """Returns whether a class is that of a module of torch, whose weights are no state."""
+    return kind.__module__.startswith("torch.nn.")
 
 
 def _same(a: Any, b: Any, seen: set[int]) -> bool:
-    """Returns whether two twins are equal."""
+    """Returns whether two twins are equal; what cannot be compared is."""
+    if a is b or id(a) in seen:
+        return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, keras.metrics.Metric):
-        if id(a) in seen:
-            return True
-        seen.add(id(a))
-        a, b = vars(a), vars(b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key], seen) for key in a)
-    if isinstance(a, list):
+    if isinstance(a, int | float | str | set | frozenset):
+        return bool(a == b)
+    if isinstance(a, np.ndarray) or keras.ops.is_tensor(a):
+        return np.array_equal(to_numpy(a), to_numpy(b))
+    if isinstance(a, list | tuple | collections.deque):
         return len(a) == len(b) and all(map(lambda x, y: _same(x, y, seen), a, b))
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    if a is b or isinstance(a, int | float | str | set):
-        return a is b or bool(a == b)
-    try:
-        return pickle.dumps(a) == pickle.dumps(b)
-    except Exception:  # of what cannot be pickled, such as a function in it
-        return True
+    if not isinstance(a, dict):
+        seen.add(id(a))
+        a, b = (vars(each) if hasattr(each, "__dict__") else {} for each in (a, b))
+    return a.keys() == b.keys() and all(_same(a[key], b[key], seen) for key in a)

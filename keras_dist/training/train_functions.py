@@ -101,6 +101,8 @@ def make_test_function(original: Callable[..., Any], model: Any, force: bool = F
     ranks: Callable[[], Any] = runtime.fit_communicator
     if reductions:
         ranks = functools.partial(runtime.communicator, reductions[0].options.process_set)
+    elif keras.distribution.distribution() is not None:  # it may shard the data among ranks
+        pass
     elif (session := running_in(model)) is not None and session.task == "evaluate":
         reductions = [GradientReduction(ReductionOptions()) for _ in session.callbacks[:1]]
     if not any(reduction.replicas() is not None for reduction in reductions):

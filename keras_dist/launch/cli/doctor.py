@@ -120,7 +120,8 @@ def _without_bytecode() -> str:
         return ""
     return (
         "Each rank compiles all packages that it imports, for seconds, as their bytecode is not "
-        f"kept. Compile them once: python -m compileall -q -j 0 {package.parent}"
+        f"kept. Compile them once, as their owner: {sys.executable} -m compileall -q -j 0 "
+        f"{package.parent}"
     )
 
 

@@ -14,6 +14,7 @@ from small_training import agreed
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import MetricAverageCallback
+from keras_dist.training import metric_trials
 
 pytestmark = pytest.mark.jobs("training", "jax-2")
 
@@ -470,6 +471,16 @@ def test_trials_leave_what_a_metric_holds_as_it_is():
         warnings.simplefilter("ignore")
         logs = model.evaluate(0 * y, y, **options)
     assert logs["Held"] == pytest.approx((1 + keras_dist.size()) / 2)
+
+
+def test_what_a_metric_holds_and_does_not_change_is_no_state():
+    metric = Count()
+    metric.weights, metric.names = ops.ones(2), frozenset("cat dog bird fish cow".split())
+    metric.parts = (keras.metrics.Mean(), collections.deque([1]))
+    twins = [metric_trials._twin(metric, {}) for _ in range(2)]
+    assert metric_trials._same(*twins, set())
+    twins[1].parts[1].append(2)
+    assert not metric_trials._same(*twins, set())
 
 
 def root_mean_square(y_true, y_pred):

@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 import keras_dist
+from keras_dist import errors
 
 pytestmark = pytest.mark.jobs("training", "torch-4")
 
@@ -128,3 +129,17 @@ def test_a_pipeline_has_the_gradients_of_the_whole_model(micro_batches):
     expected = gradients_of(whole, whole_loss)[RANK]
     found, expected = (ops.convert_to_numpy(gradient) for gradient in (found, expected))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="needs no graph")
+def test_a_gradient_of_a_gradient_through_recv_is_refused():
+    import torch
+
+    x = torch.ones(4, requires_grad=True)
+    if RANK == 0:
+        torch.autograd.grad(keras_dist.send(x, 1), x)
+    elif RANK == 1:
+        y = keras_dist.recv(0, like=x)
+        [gradient] = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        with pytest.raises(errors.UsageError, match="one gradient through send and recv"):
+            (gradient**2).sum().backward()
