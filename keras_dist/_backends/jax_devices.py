@@ -30,7 +30,7 @@ DRIVERS = {
 
 
 def choose_gpu(local_rank: int, local_size: int) -> str | None:
-    """Makes the GPU of the local rank the only one of JAX, or its default if JAX has a client."""
+    """Makes JAX see the local rank's GPU alone if ranks share a node; of a client, the default."""
     if jax.config.jax_default_device is not None:
         return None
     if has_client():

@@ -161,6 +161,7 @@ def _warn_once(why: str) -> None:
 
 def first_batch(count: int, iterator: Any) -> tuple[Any, tuple[Any, ...]]:
     """Takes the batches of one call; an iterator of the same type over them needs no new trace."""
+    # Only dense tensors can be put into an iterator of the same type.
     specs = tf.nest.flatten(getattr(iterator, "element_spec", None))
     if not isinstance(iterator, tf.data.Iterator) or not all(
         isinstance(spec, tf.TensorSpec) for spec in specs

@@ -92,7 +92,7 @@ def check_factors(
 
 
 def scaled(array: np.ndarray, factor: float) -> np.ndarray:
-    """Multiplies integers in float64, narrow floats in float32, and others; keeps the dtype."""
+    """Multiplies by a factor: integers in float64, truncated, narrow floats in float32."""
     if factor == 1:
         return array
     if np.issubdtype(array.dtype, np.integer):

@@ -21,7 +21,7 @@ ALARM, CONFIRMATION = "alarm", "confirmation"
 
 
 class Mailbox:
-    """Messages from and to one thread: that of the collectives, or any where MPI allows it."""
+    """Messages of one thread, of the collectives unless MPI allows any. Collective to make."""
 
     def __init__(self, world: Any):
         self._world = world.Dup()

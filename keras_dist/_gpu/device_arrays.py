@@ -207,7 +207,7 @@ class Staging:
         self._rising: collections.deque[Half] = collections.deque()  # with copies up
 
     def down(self, arrays: Sequence[DeviceArray]) -> Half:
-        """Starts to copy arrays into pinned memory; blocks while results before the last rise."""
+        """Starts to copy arrays into pinned memory; waits while two pieces are being copied up."""
         while len(self._rising) > 1:
             with contextlib.suppress(IndexError):  # another thread has taken it
                 self._rising.popleft().wait()

@@ -27,7 +27,7 @@ WINDOWS = 64  # smallest number of windows of a data set, for a sufficient shuff
 
 
 def block_length(total: int, row_nbytes: int, batch_size: int, align: int, nbytes: int) -> int:
-    """Returns the default rows of a block: at most `nbytes`, but a batch, and a whole `align`."""
+    """Returns the default rows of a block: `nbytes` or less, unless a batch or `align` is more."""
     rows = max(batch_size, min(nbytes // max(1, row_nbytes), total // WINDOWS))
     return -(-rows // align) * align
 

@@ -141,7 +141,7 @@ class Spread:
 def plan_spread(
     counts: Sequence[int], rank: int, batch_size: int, remainder: Remainder
 ) -> Spread | None:
-    """Returns the batches of a rank of files; `None` if a rank has fewer elements than steps."""
+    """Returns the batches of a rank; `None` if a rank has fewer elements than there are steps."""
     fewest, most = min(counts), max(counts)
     if fewest == 0:
         return None

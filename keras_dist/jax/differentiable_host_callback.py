@@ -42,7 +42,7 @@ def host_callback(
     shapes: Sequence[tuple[int, ...]],
     into: Callable[[list[np.ndarray], list[np.ndarray]], None] | None = None,
 ) -> list[Any]:
-    """Runs a collective of numpy arrays, in place, on JAX arrays; in `jax.jit`, in program order.
+    """Runs a collective of numpy arrays on JAX arrays, read in place; in `jax.jit`, in order.
 
     Results have the dtypes of `arrays` and, inside `jax.jit`, these `shapes`.
     """

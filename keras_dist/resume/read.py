@@ -109,7 +109,7 @@ def look(path: pathlib.Path) -> Contents | str:
 def newest(
     directory: pathlib.Path, copy: pathlib.Path | None = None, number: int | None = None
 ) -> Contents | None:
-    """Returns the newest undamaged generation, or `None`; reads all its bytes. Local."""
+    """Returns the newest undamaged generation, or `None`; reads all its bytes. Not collective."""
 
     def known() -> list[pathlib.Path]:
         found = _known(directory, number)

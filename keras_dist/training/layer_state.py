@@ -61,7 +61,11 @@ def write_tables(model: keras.Model, kept: Kept) -> None:
             bins = mine.get(BINS)
             if is_lookup(layer):
                 _write_vocabulary(layer, mine)
-            elif bins is not None and not np.array_equal(bins, _read_table(layer).get(BINS, ())):
+            elif (
+                _is_table(layer)
+                and bins is not None
+                and not np.array_equal(bins, _read_table(layer).get(BINS, ()))
+            ):
                 layer.bin_boundaries = bins.tolist()
         except Exception as error:  # Keras raises errors of several classes
             raise _refused(layer, error) from error

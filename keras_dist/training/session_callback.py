@@ -37,7 +37,7 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
 
     @property
     def session(self) -> FitSession:
-        """The running call of a method of the model; one from before Keras was patched gets one."""
+        """The session of the running call; made here if it began before Keras was patched."""
         model = model_of(self)
         return running_in(model) or FitSession(model).__enter__()
 

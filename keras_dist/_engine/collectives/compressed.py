@@ -41,7 +41,7 @@ from keras_dist._engine.signature import BucketOptions, OpOptions
 
 
 class CompressedAllreduce(FusedAllreduce):
-    """Reduces a list of gradients repeatedly; the plans of an optimizer share the errors."""
+    """Reduces a list of gradients repeatedly, compressed; plans of an optimizer share errors."""
 
     def __init__(
         self,

@@ -102,7 +102,10 @@ class CrossNodeReduction:
                 del self.widened[number]
 
     def reduces_on_node(self, number: int) -> bool:
-        """Returns whether nodes can reduce a bucket first: their sums are not rounded."""
+        """Returns whether a large bucket is reduced on each node first.
+
+        Else the sum of a node would be rounded (narrow floats) or overflow (averages of integers).
+        """
         if self._comm.is_one_node or number in self.widened:
             return True
         return is_own_accumulator(self.buckets[number].dtype, self._op)

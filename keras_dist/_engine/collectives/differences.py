@@ -66,7 +66,7 @@ class _Arrival:
 
 
 def resolve_difference(comm: Communicator, call: CollectiveSignature) -> None:
-    """Finds out why the digests of the ranks differ. Collective: every rank, after they did."""
+    """Settles why digests differ: all ranks raise, or continue if nothing matters. Collective."""
     mine = as_message(_Arrival(call, describe_progress(comm.ranks), comm.order.held_names()))
     arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
     check_alive(comm)

@@ -31,8 +31,9 @@ class Feedback:
     """What a rank keeps of the gradients of one optimizer, by the key of the variable."""
 
     step: int = 0  # number of updates; equal on all ranks
-    #: flat arrays, what this rank has not sent; columns onto which the next gradients are projected
+    #: flat arrays, what this rank has not sent
     errors: dict[Hashable, np.ndarray] = dataclasses.field(default_factory=dict)
+    #: columns onto which the next gradients are projected; equal on all ranks
     bases: dict[Hashable, np.ndarray] = dataclasses.field(default_factory=dict)
     agreed: Any = None  # the ranks that have made sure that the bases are equal
     keys: Sequence[Hashable] = ()  # in the order of all ranks, where plans have some of them each

@@ -109,7 +109,7 @@ def alltoall(
 
 
 def _allgather_splits(comm: Communicator, array: np.ndarray, splits: Any, name: str) -> np.ndarray:
-    """Returns how many rows each rank (first axis) sends to each; one alone may raise."""
+    """Returns how many rows each rank sends to each; the error of one rank is raised on all."""
     mine: Any
     try:
         check_rows(comm, array, name, "to split along")

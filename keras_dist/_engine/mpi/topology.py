@@ -84,7 +84,7 @@ def first_error(comm: Any, error: str | None) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Links between nodes: the bytes up to which these halve arrays, and the bytes per second."""
+    """Links between nodes: up to how many bytes nodes halve arrays, and the bytes per second."""
 
     halving_nbytes: int = 0
     rate: float = math.inf

@@ -67,7 +67,7 @@ def broadcast_bytes(world: Any, buffer: np.ndarray, root: int) -> None:
 def allgather_parts(
     world: Any, mine: Any, everything: np.ndarray, bounds: Sequence[tuple[int, int]]
 ) -> None:
-    """Sends the bytes of every rank, or MPI's `IN_PLACE`, to all, at `bounds`. Collective."""
+    """Sends the bytes of every rank to all, at `bounds`; `mine` may be `IN_PLACE`. Collective."""
     if everything.size <= MAX_NBYTES:
         starts = [low for low, _ in bounds]
         counts = [high - low for low, high in bounds]

@@ -315,7 +315,10 @@ def abandon(comm: "Communicator", failure: Exception) -> None:
 
 @contextlib.contextmanager
 def undoing(comm: "Communicator", calls: Sequence[CollectiveSignature]) -> Iterator[None]:
-    """Returns a context that abandons what was launched ahead, if ranks differ or it raises."""
+    """Returns a context that abandons what was launched ahead, if ranks differ or it raises.
+
+    Collective: every rank, with the operations of all ranks; blocks.
+    """
     is_ahead = any(call.ahead for call in calls)
     try:
         yield

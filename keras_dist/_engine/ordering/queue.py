@@ -93,7 +93,7 @@ class CollectiveQueue:
                 self._remove(ticket)
 
     def held_names(self) -> HeldNames:
-        """Returns what this rank holds: all, if every Python thread of the script waits in it."""
+        """Returns the names of queued operations, and whether every script thread waits in one."""
         with self._changed:
             if not self._tickets:
                 return names_without_queue()

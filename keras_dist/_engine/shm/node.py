@@ -193,6 +193,7 @@ def attach_node(
     if segment is None:
         return None, reason
     pids, namespaces = zip(*allgather((os.getpid(), namespace())), strict=True)
+    # In two namespaces one number may mean two processes.
     known = len(set(namespaces)) == 1 and bool(namespaces[0])
     processes = Processes(pids if known else ())
 

@@ -200,7 +200,7 @@ def clean_up(ended: Callable[[int], bool] | None = None) -> None:
             match = re.fullmatch(rf"{PREFIX}-(\d+)-(\d+)-[0-9a-f]+", name)
             if match and int(match[1]) == os.getuid():
                 pid = int(match[2])
-                if not os.path.exists(f"/proc/{pid}") or (ended is not None and ended(pid)):
+                if not _alive(pid) or (ended is not None and ended(pid)):
                     with contextlib.suppress(OSError):
                         os.unlink(os.path.join(DIRECTORY, name))
 
@@ -246,3 +246,14 @@ def _reserve(handle: int, nbytes: int) -> str | None:
             f"needed ({error.strerror})"
         )
     return None
+
+
+def _alive(pid: int) -> bool:
+    # /proc may hide processes, or be that of another namespace.
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -80,7 +80,7 @@ class Standby:
     def take(
         self, command: Sequence[str], environment: Mapping[str, str]
     ) -> "subprocess.Popen[bytes] | None":
-        """Tells the processes to go, and returns them; ends them if they cannot be used."""
+        """Tells the processes to go, and returns them; ends and returns `None` if unusable."""
         with self._lock:
             start, self._next = self._next, None
         if self._running is not None:

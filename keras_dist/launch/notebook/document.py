@@ -79,7 +79,7 @@ def start_time(path: pathlib.Path) -> str | None:
 def inject_parameters(
     notebook: nbformat.NotebookNode, parameters: Mapping[str, Any], where: str
 ) -> None:
-    """Inserts a cell of parameters behind the one tagged `parameters`; replaces an earlier one."""
+    """Inserts a cell of parameters after the tagged one or at the top; replaces an earlier one."""
     if not parameters:
         return
     lines = [f"{name} = {_literal(name, value, where)}" for name, value in parameters.items()]

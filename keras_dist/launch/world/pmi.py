@@ -38,7 +38,7 @@ class ProcessManager:
             self._changed.notify_all()
 
     def answer(self, command: dict[str, str]) -> str | None:
-        """Returns the answer to a command, after a barrier; `None` if there shall be none."""
+        """Returns the answer to a command; blocks in a barrier. `None`: there shall be none."""
         match command.get("cmd"):
             case "init":
                 return "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"

@@ -23,7 +23,7 @@ def begin_recording(
     steps: tuple[int, int | None] | None = None,
     mbytes: float | None = None,
 ) -> None:
-    """Starts a timeline of about so many MB, after the previous. Collective: every rank; blocks."""
+    """Ends a timeline, if one runs, and starts one of about `mbytes`. Collective; blocks."""
     end_recording(comm)
     settings = config.settings()
     first, end = steps or settings.timeline_steps
