@@ -58,7 +58,7 @@ class SyncBatchNormalization(BatchNormalization):
         if mask is not None:
             count = count + keras.config.epsilon()  # as in Keras: all samples may be masked
         mean = total / count
-        # Their gradient by the mean is 0, but not the second one.
+        # The gradient of the squares by the mean is 0, but not the second one.
         shape = [1] * len(inputs.shape)
         shape[self.axis] = -1
         distances = inputs - ops.reshape(mean, shape)

@@ -22,7 +22,7 @@ R = TypeVar("R")
 def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
     """Makes the errors of a collective before its rendezvous those of all ranks. Collective.
 
-    A rank whose arguments are invalid waits for the others; they raise its error, it the original.
+    A rank whose arguments are invalid waits for the others, which raise its error as well.
     """
     count = _engine.collectives.rendezvous_count
 

@@ -101,10 +101,8 @@ def make_test_function(original: Callable[..., Any], model: Any, force: bool = F
     ranks: Callable[[], Any] = runtime.fit_communicator
     if reductions:
         ranks = functools.partial(runtime.communicator, reductions[0].options.process_set)
-    elif keras.distribution.distribution() is not None:  # it may shard the data among ranks
-        pass
-    elif (session := running_in(model)) is not None and session.task == "evaluate":
-        reductions = [GradientReduction(ReductionOptions()) for _ in session.callbacks[:1]]
+    elif _is_evaluated_with_callbacks(model):
+        reductions = [GradientReduction(ReductionOptions())]
     if not any(reduction.replicas() is not None for reduction in reductions):
         made = original(model, force)
         model.test_function = _wrapped(model.test_function, own_losses)
@@ -121,6 +119,14 @@ def make_test_function(original: Callable[..., Any], model: Any, force: bool = F
     )
     model.test_function = _wrapped(model.test_function, lambda: within(step, model))
     return model.test_function
+
+
+def _is_evaluated_with_callbacks(model: Any) -> bool:
+    """Returns whether an `evaluate` with members among its callbacks runs, on data of each rank."""
+    session = running_in(model)
+    if session is None or session.task != "evaluate" or not session.callbacks:
+        return False
+    return keras.distribution.distribution() is None  # which may shard the data among ranks
 
 
 def wrap_train_function(model: Any, *contexts: Callable[[], Any]) -> None:

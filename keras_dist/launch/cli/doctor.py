@@ -115,13 +115,13 @@ def _without_bytecode() -> str:
     if spec is None or spec.origin is None:
         return ""
     compiled = Path(importlib.util.cache_from_source(spec.origin))
-    package = Path(spec.origin).parent
-    if compiled.exists() or (not sys.dont_write_bytecode and os.access(package, os.W_OK)):
+    folder = next(folder for folder in compiled.parents if folder.exists())
+    if compiled.exists() or (not sys.dont_write_bytecode and os.access(folder, os.W_OK)):
         return ""
     return (
         "Each rank compiles all packages that it imports, for seconds, as their bytecode is not "
         f"kept. Compile them once, as their owner: {sys.executable} -m compileall -q -j 0 "
-        f"{package.parent}"
+        f"{Path(spec.origin).parents[1]}"
     )
 
 
