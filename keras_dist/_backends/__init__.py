@@ -156,6 +156,12 @@ class Backend(Protocol):
         """Multiplies gradients, dense or sparse, by a number; they keep their dtypes."""
         return [gradient * factor for gradient in gradients]
 
+    def end_update(
+        self, gradients: Sequence[Any], variables: Sequence[Any], state: Sequence[Any]
+    ) -> None:
+        """Called after an update of variables and of an optimizer's state in a train step."""
+        return
+
     def check_model(self, model: Any) -> None:
         """Checks that nothing else averages a model's gradients; by default nothing does."""
         return

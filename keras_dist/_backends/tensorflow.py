@@ -287,6 +287,19 @@ class TensorFlow(Backend):
     def multiply(self, gradients: Sequence[Any], factor: float) -> list[Any]:
         return [tf.math.scalar_mul(factor, gradient) for gradient in gradients]
 
+    def end_update(
+        self, gradients: Sequence[Any], variables: Sequence[Any], state: Sequence[Any]
+    ) -> None:
+        # Once rows of a variable have been updated, TensorFlow copies all of it for each read.
+        # Without that mode it copies in the next update, if a read value is still in use.
+        pairs = zip(gradients, variables, strict=True)
+        tables = [
+            variable for gradient, variable in pairs if isinstance(gradient, tf.IndexedSlices)
+        ]
+        shapes = {tuple(table.shape) for table in tables}
+        for table in [*tables, *(each for each in state if tuple(each.shape) in shapes)]:
+            tf.raw_ops.DisableCopyOnRead(resource=table.handle)
+
     def check_model(self, model: Any) -> None:
         refuse_strategy(f"a model whose gradients keras_dist alone averages, {model.name!r}", model)
 

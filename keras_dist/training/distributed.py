@@ -188,7 +188,11 @@ class _Distributed(UpdateHook, KeepsOptions):
 
         def update_with(ready: Any, variables: Any) -> Any:
             again = [variables] if given else []
-            return plain(self._prepared(ready, variables), *again, *rest, **options)
+            updated = plain(self._prepared(ready, variables), *again, *rest, **options)
+            if self._keras_dist.communicator() is not None:
+                state = self.variables  # type: ignore[attr-defined]
+                _backends.active().end_update(ready, variables, state)
+            return updated
 
         with Update(self, len(grads) > 0) as update:
             # Keras raises its own error for a wrong number of gradients.

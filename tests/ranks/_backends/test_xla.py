@@ -128,6 +128,31 @@ def test_an_embedding():
     assert not others["MatMul"]
 
 
+@pytest.mark.skipif(keras_dist.size() == 1, reason="of ranks that reduce")
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_a_read_of_a_table_copies_nothing_after_an_update_of_its_rows(jit_compile):
+    model = embedding(
+        keras_dist.DistributedOptimizer(keras.optimizers.Adagrad(0.1)), jit_compile=jit_compile
+    )
+    x, y = make_data(BATCH)
+    x = np.abs(10 * x).astype(int) % 20
+    model.train_on_batch(x, y)
+    every = [*model.weights, *model.optimizer.variables]
+    tables = [variable for variable in every if variable.shape == (20, 3)]
+    assert len(tables) == 2  # with the accumulator
+
+    def read(table):
+        return np.asarray(memoryview(table.value.read_value()))
+
+    held = [read(table) for table in tables]
+    pairs = [*zip(tables, held, strict=True)]
+    assert all(np.shares_memory(read(table), array) for table, array in pairs)
+    values = [array.copy() for array in held]
+    model.train_on_batch(x, y)  # what has been read stays
+    np.testing.assert_array_equal(held, values)
+    assert not any(np.array_equal(read(table), array) for table, array in pairs)
+
+
 def test_a_loss_scale_optimizer():
     keras.config.set_dtype_policy("mixed_float16")
     try:
