@@ -208,6 +208,10 @@ class Backend(Protocol):
         """Creates a model's variables from the shapes of its data; by default Keras has done so."""
         return
 
+    def build_metrics(self, model: Any, batches: Any) -> None:
+        """Creates metrics that `compile` knows by name; by default Keras has done so."""
+        return
+
 
 def active() -> Backend:
     """Returns the backend of Keras in this process; imports Keras."""

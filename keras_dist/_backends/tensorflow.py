@@ -25,6 +25,7 @@ from keras_dist._backends.tensorflow_host import (
 )
 from keras_dist._backends.tensorflow_step import (
     build_from,
+    build_metrics,
     first_batch,
     refuse_strategy,
     test_step_for_host,
@@ -323,6 +324,9 @@ class TensorFlow(Backend):
 
     def build_from(self, model: Any, batches: Any) -> None:
         build_from(model, batches)
+
+    def build_metrics(self, model: Any, batches: Any) -> None:
+        build_metrics(model, batches)
 
 
 backend = TensorFlow()

@@ -63,12 +63,10 @@ def test_step_for_host(model: Any) -> Iterator[None]:
 
 def _reason_not_to_split(model: Any) -> str | None:
     """Returns the reason why the step of a model cannot be split; `None` if it can."""
-    import keras
-
     from keras_dist._compat.keras.models import layers_of
 
     for name in KERAS_OWN:
-        if getattr(model, name) != getattr(keras.Model, name).__get__(model):
+        if _overrides(model, name):
             return f"it overrides {name}, which may use the updated weights"
     for layer in layers_of(model):
         if getattr(layer, "calls_host", False) or not layer.supports_jit:
@@ -202,6 +200,28 @@ def build_from(model: Any, batches: Any) -> None:
             f"{type(error).__name__}: {error}",
             "Build the model before fit: call it on a batch.",
         ) from error
+
+
+def build_metrics(model: Any, batches: Any) -> None:
+    """Makes the metrics that `compile` knows by name, before a first step of Keras is traced.
+
+    TensorFlow traces a step anew if its first trace has made variables.
+    """
+    from keras_dist._compat.keras import metrics
+
+    specs = tf.nest.flatten(getattr(batches, "element_spec", None))
+    is_own = any(_overrides(model, name) for name in KERAS_OWN)
+    if model.run_eagerly or is_own or not all(isinstance(spec, tf.TensorSpec) for spec in specs):
+        return
+    # The step itself makes them, or fails with the error of plain Keras.
+    with contextlib.suppress(Exception):
+        metrics.build_metrics(model, batches.element_spec)
+
+
+def _overrides(model: Any, name: str) -> bool:
+    import keras
+
+    return bool(getattr(model, name) != getattr(keras.Model, name).__get__(model))
 
 
 def refuse_strategy(expected: str, model: Any = None) -> None:

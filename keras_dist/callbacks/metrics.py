@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist.training.fit_session import Compute, FitSession, Logs
+from keras_dist.training.fit_session import Compute, FirstStep, FitSession, Logs
 from keras_dist.training.metric_states import merged_states, unmergeable
 from keras_dist.training.model_state import bytes_of, to_numpy
 from keras_dist.training.rank_exchanges import allgather_object, allreduce
@@ -63,6 +63,11 @@ class MetricAverageCallback(SessionCallback):
         """Activates the reduction of logs, until the end of this `fit`."""
         if runtime.fit_size() > 1:
             self.session.transform_logs(Logs.COMPUTE, self._exact)
+            self.session.before_first_step(FirstStep.METRICS, self._build)
+
+    def _build(self, *arguments: Any) -> tuple[Any, ...]:
+        _backends.active().build_metrics(self.model, arguments[-1])
+        return arguments
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Activates the reduction of logs, until the end of this `evaluate`."""

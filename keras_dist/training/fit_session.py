@@ -35,6 +35,7 @@ class FirstStep(enum.IntEnum):
     BEGIN_LOOP = 0  # around the fit
     BROADCAST = 1
     COMPARE = 2
+    METRICS = 3
 
 
 class Logs(enum.IntEnum):

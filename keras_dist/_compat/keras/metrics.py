@@ -17,6 +17,16 @@ def metrics_of(model: Any) -> list[Any]:
     ]
 
 
+def build_metrics(model: Any, batch: Any) -> None:
+    """Makes the metrics that are passed to `compile` by name, from the specifications of a batch.
+
+    Keras does so before the first step on JAX and torch, and within it on TensorFlow.
+    """
+    compiled = model._compile_metrics
+    if compiled is not None and not compiled.built:
+        model._symbolic_build(data_batch=batch)
+
+
 def metrics_inside(metric: Any) -> list[Any]:
     """Returns the metrics that are attributes of a metric."""
     return list(metric._metrics)
@@ -45,6 +55,12 @@ MERGED = "to merge the states of the ranks", "metrics of an epoch would not be e
 
 CONTRACT = (
     Owner("keras:Model").attribute("_compile_metrics", *MERGED),
+    Owner("keras:Model").method(
+        "_symbolic_build(data_batch)",
+        "to make metrics before the first step is traced",
+        "TensorFlow would trace the first step twice",
+        on_use=True,
+    ),
     METRIC.attribute("_metrics", *MERGED),
     METRIC.attribute("_variables", *MERGED),
     WRAPPER.attribute("_fn", *TRIED),

@@ -289,3 +289,23 @@ def test_a_first_step_without_xla_builds_the_model(task):
     # The output is 4, so the gradient of all weights is 2 * 4 * 2.
     for weights, before in zip(weights_of(model), (1, 0, 2), strict=True):
         np.testing.assert_allclose(weights, np.full_like(weights, before - 1.6), rtol=1e-5)
+
+
+@pytest.mark.skipif(keras_dist.size() == 1, reason="of the callbacks on several ranks")
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_a_step_with_metrics_by_name_is_traced_once(jit_compile, monkeypatch):
+    traces, step = [], keras.Model.train_step
+
+    def train_step(model, data):
+        traces.append(1)
+        return step(model, data)
+
+    monkeypatch.setattr(keras.Model, "train_step", train_step)
+    model = make_model(jit_compile=jit_compile)
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    loss = "sparse_categorical_crossentropy"
+    model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=jit_compile)
+    x, y = make_data(2 * BATCH, seed=keras_dist.rank())
+    logs = model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=keras_dist.callbacks())
+    assert traces == [1]
+    assert logs.history["accuracy"]
