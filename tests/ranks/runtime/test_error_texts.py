@@ -12,17 +12,17 @@ import keras
 import numpy as np
 import pytest
 
-import keras_dist
+import keras_dist as kd
 from keras_dist import callbacks, checkpoints, config, data, elastic, errors, metrics
 
 pytestmark = [
     pytest.mark.jobs("tensorflow-2", "jax-2", "torch-2"),
-    pytest.mark.skipif(keras_dist.size() != 2, reason="the texts name two ranks"),
+    pytest.mark.skipif(kd.size() != 2, reason="the texts name two ranks"),
 ]
 
-RANK, ONES = keras_dist.rank(), np.ones(4, "float32")
+RANK, ONES = kd.rank(), np.ones(4, "float32")
 SGD, Dense = keras.optimizers.SGD, keras.layers.Dense
-wrap, partial = keras_dist.DistributedOptimizer, keras_dist.PartialDistributedOptimizer
+wrap, partial = kd.DistributedOptimizer, kd.PartialDistributedOptimizer
 X = np.ones((8, 3), "float32")
 
 
@@ -38,7 +38,7 @@ def model_of(optimizer=None, units=1, built=True):
 def fit(*others, optimizer=None, x=X, **options):
     """Trains on data that is the same on all ranks."""
     options = {"batch_size": 4, "verbose": 0, **options}
-    list_of = keras_dist.callbacks(*others, **options.pop("made", {}))
+    list_of = kd.callbacks(*others, **options.pop("made", {}))
     if isinstance(x, np.ndarray):
         options["y"] = x[:, :1]
     model_of(optimizer).fit(x, callbacks=list_of, **options)
@@ -46,11 +46,11 @@ def fit(*others, optimizer=None, x=X, **options):
 
 def in_set(call):
     """Calls with a process set of rank 0."""
-    process_set = keras_dist.add_process_set([0])
+    process_set = kd.add_process_set([0])
     try:
         return call(process_set)
     finally:
-        keras_dist.remove_process_set(process_set)
+        kd.remove_process_set(process_set)
 
 
 def files(tmp):
@@ -61,7 +61,7 @@ def files(tmp):
         (tmp / "damaged.keras").write_bytes(b"nothing")
         (tmp / "empty").mkdir()
         (tmp / "plain.txt").write_text("nothing")
-    keras_dist.barrier()
+    kd.barrier()
     return tmp
 
 
@@ -75,148 +75,120 @@ def with_variable(name, value):
 
 
 OPERATIONS = {
-    "allreduce: op": lambda: keras_dist.allreduce(ONES, op="mean"),
-    "allreduce: op and average": lambda: keras_dist.allreduce(ONES, op="sum", average=True),
-    "allreduce: dtype": lambda: keras_dist.allreduce(np.array(["text"])),
-    "allreduce: a function": lambda: keras_dist.allreduce(print),
-    "allreduce: integers on average": lambda: keras_dist.allreduce(np.ones(2, bool), op="average"),
-    "allreduce: prescale_factor": lambda: keras_dist.allreduce(ONES, prescale_factor="2"),
-    "allreduce: factor that is infinite": lambda: keras_dist.allreduce(
-        ONES, postscale_factor=float("inf")
+    "allreduce: op": lambda: kd.allreduce(ONES, op="mean"),
+    "allreduce: op and average": lambda: kd.allreduce(ONES, op="sum", average=True),
+    "allreduce: dtype": lambda: kd.allreduce(np.array(["text"])),
+    "allreduce: a function": lambda: kd.allreduce(print),
+    "allreduce: integers on average": lambda: kd.allreduce(np.ones(2, bool), op="average"),
+    "allreduce: prescale_factor": lambda: kd.allreduce(ONES, prescale_factor="2"),
+    "allreduce: factor that is infinite": lambda: kd.allreduce(ONES, postscale_factor=float("inf")),
+    "allreduce: compression": lambda: kd.allreduce(ONES, compression="gzip"),
+    "allreduce: process_set": lambda: kd.allreduce(ONES, process_set=[0, 1]),
+    "allreduce: process set that is not added": lambda: kd.allreduce(
+        ONES, process_set=kd.ProcessSet([0])
     ),
-    "allreduce: compression": lambda: keras_dist.allreduce(ONES, compression="gzip"),
-    "allreduce: process_set": lambda: keras_dist.allreduce(ONES, process_set=[0, 1]),
-    "allreduce: process set that is not added": lambda: keras_dist.allreduce(
-        ONES, process_set=keras_dist.ProcessSet([0])
-    ),
-    "allreduce: out": lambda: keras_dist.allreduce(ONES, out=np.ones(3, "float32")),
-    "allreduce: out that is no array": lambda: keras_dist.allreduce(ONES, out=[1.0]),
-    "allreduce: shapes that differ": lambda: keras_dist.allreduce(np.ones(3 + RANK), name="x"),
-    "allreduce: dtypes that differ": lambda: keras_dist.allreduce(
-        np.ones(3, ["float32", "float64"][RANK])
-    ),
-    "allreduce: ops that differ": lambda: keras_dist.allreduce(ONES, op=["sum", "max"][RANK]),
-    "allreduce: value of one rank": lambda: keras_dist.allreduce([ONES, print][RANK]),
-    "allreduce and barrier": lambda: [lambda: keras_dist.allreduce(ONES), keras_dist.barrier][
-        RANK
-    ](),
-    "allreduce: names that differ": lambda: keras_dist.allreduce(ONES, name=["a", "b"][RANK]),
-    "allreduce: factors that differ": lambda: keras_dist.allreduce(ONES, prescale_factor=1 + RANK),
-    "allreduce: a factor of truth values": lambda: keras_dist.allreduce(
-        [True], "max", prescale_factor=2
-    ),
-    "allreduce: objects": lambda: keras_dist.allreduce(np.array([None])),
-    "allreduce: adasum of integers": lambda: keras_dist.allreduce(1, "adasum"),
-    "allreduce: adasum and sum": lambda: keras_dist.allreduce(ONES, ["adasum", "sum"][RANK]),
-    "grouped_allreduce: numbers that differ": lambda: keras_dist.grouped_allreduce(
-        [ONES] * (1 + RANK)
-    ),
-    "grouped_allreduce: factors that differ": lambda: keras_dist.grouped_allreduce(
+    "allreduce: out": lambda: kd.allreduce(ONES, out=np.ones(3, "float32")),
+    "allreduce: out that is no array": lambda: kd.allreduce(ONES, out=[1.0]),
+    "allreduce: shapes that differ": lambda: kd.allreduce(np.ones(3 + RANK), name="x"),
+    "allreduce: dtypes that differ": lambda: kd.allreduce(np.ones(3, ["float32", "float64"][RANK])),
+    "allreduce: ops that differ": lambda: kd.allreduce(ONES, op=["sum", "max"][RANK]),
+    "allreduce: value of one rank": lambda: kd.allreduce([ONES, print][RANK]),
+    "allreduce and barrier": lambda: [lambda: kd.allreduce(ONES), kd.barrier][RANK](),
+    "allreduce: names that differ": lambda: kd.allreduce(ONES, name=["a", "b"][RANK]),
+    "allreduce: factors that differ": lambda: kd.allreduce(ONES, prescale_factor=1 + RANK),
+    "allreduce: a factor of truth values": lambda: kd.allreduce([True], "max", prescale_factor=2),
+    "allreduce: objects": lambda: kd.allreduce(np.array([None])),
+    "allreduce: adasum of integers": lambda: kd.allreduce(1, "adasum"),
+    "allreduce: adasum and sum": lambda: kd.allreduce(ONES, ["adasum", "sum"][RANK]),
+    "grouped_allreduce: numbers that differ": lambda: kd.grouped_allreduce([ONES] * (1 + RANK)),
+    "grouped_allreduce: factors that differ": lambda: kd.grouped_allreduce(
         [ONES], postscale_factor=3 - RANK
     ),
-    "sparse_allreduce: op": lambda: keras_dist.sparse_allreduce(X[:1], [0], op="max"),
-    "sparse_allreduce: too few indices": lambda: keras_dist.sparse_allreduce(X[:2], [1]),
-    "sparse_allreduce: indices of two dimensions": lambda: keras_dist.sparse_allreduce(
-        X[:2], [[1], [2]]
-    ),
-    "sparse_allreduce: indices that are no integers": lambda: keras_dist.sparse_allreduce(
+    "sparse_allreduce: op": lambda: kd.sparse_allreduce(X[:1], [0], op="max"),
+    "sparse_allreduce: too few indices": lambda: kd.sparse_allreduce(X[:2], [1]),
+    "sparse_allreduce: indices of two dimensions": lambda: kd.sparse_allreduce(X[:2], [[1], [2]]),
+    "sparse_allreduce: indices that are no integers": lambda: kd.sparse_allreduce(
         X[:2], [1.0, 2.0]
     ),
-    "sparse_allreduce: a scalar": lambda: keras_dist.sparse_allreduce(
-        np.float64(1), np.zeros((), int)
-    ),
-    "sparse_allreduce: truth values": lambda: keras_dist.sparse_allreduce(X[:1] > 0, [0], "sum"),
-    "sparse_allreduce: indices of one rank": lambda: keras_dist.sparse_allreduce(
+    "sparse_allreduce: a scalar": lambda: kd.sparse_allreduce(np.float64(1), np.zeros((), int)),
+    "sparse_allreduce: truth values": lambda: kd.sparse_allreduce(X[:1] > 0, [0], "sum"),
+    "sparse_allreduce: indices of one rank": lambda: kd.sparse_allreduce(
         X[:2], [1, 2, 3][: 2 + RANK]
     ),
-    "sparse_allreduce: rows that differ": lambda: keras_dist.sparse_allreduce(
-        X[:1, : 3 - RANK], [0]
-    ),
-    "sparse_allreduce: dtypes of indices that differ": lambda: keras_dist.sparse_allreduce(
+    "sparse_allreduce: rows that differ": lambda: kd.sparse_allreduce(X[:1, : 3 - RANK], [0]),
+    "sparse_allreduce: dtypes of indices that differ": lambda: kd.sparse_allreduce(
         X[:1], np.array([0], ["int64", "int32"][RANK])
     ),
-    "sparse_allreduce: ops that differ": lambda: keras_dist.sparse_allreduce(
+    "sparse_allreduce: ops that differ": lambda: kd.sparse_allreduce(
         X[:1], [0], ["sum", "average"][RANK]
     ),
-    "allgather: a scalar": lambda: keras_dist.allgather(1.0),
-    "allgather: objects": lambda: keras_dist.allgather([None]),
-    "allgather: later dimensions that differ": lambda: keras_dist.allgather(np.ones((1, 1 + RANK))),
-    "grouped_allgather: a scalar": lambda: keras_dist.grouped_allgather([[1], 1]),
-    "grouped_allgather: later dimensions that differ": lambda: keras_dist.grouped_allgather(
+    "allgather: a scalar": lambda: kd.allgather(1.0),
+    "allgather: objects": lambda: kd.allgather([None]),
+    "allgather: later dimensions that differ": lambda: kd.allgather(np.ones((1, 1 + RANK))),
+    "grouped_allgather: a scalar": lambda: kd.grouped_allgather([[1], 1]),
+    "grouped_allgather: later dimensions that differ": lambda: kd.grouped_allgather(
         [[1.0], np.ones((1, 1 + RANK))], "x"
     ),
-    "alltoall: a scalar": lambda: keras_dist.alltoall(1.0),
-    "alltoall: objects": lambda: keras_dist.alltoall(np.array([None, None])),
-    "alltoall: splits below 0": lambda: keras_dist.alltoall(ONES, splits=[-1, 5]),
-    "alltoall: one split": lambda: keras_dist.alltoall(ONES, splits=[4]),
-    "alltoall: more than there is": lambda: keras_dist.alltoall(ONES, splits=[5, 0]),
-    "alltoall: splits that are no integers": lambda: keras_dist.alltoall(ONES, splits=[1.0, 1.0]),
-    "alltoall: splits of two dimensions": lambda: keras_dist.alltoall(ONES, splits=[[1, 1]]),
-    "alltoall: splits of one rank": lambda: keras_dist.alltoall(
-        ONES, splits=[[0, 0], [9, 0]][RANK]
-    ),
-    "alltoall: rows": lambda: keras_dist.alltoall(ONES[:3]),
-    "alltoall: later dimensions that differ": lambda: keras_dist.alltoall(
-        np.ones((2, 1 + RANK)), name="x"
-    ),
-    "alltoall and reducescatter": lambda: [keras_dist.alltoall, keras_dist.reducescatter][RANK](
-        ONES
-    ),
-    "broadcast: root_rank": lambda: keras_dist.broadcast(ONES, 2),
-    "broadcast: root_rank that is no number": lambda: keras_dist.broadcast(ONES, "0"),
-    "broadcast: root ranks that differ": lambda: keras_dist.broadcast(ONES, RANK),
-    "broadcast: objects": lambda: keras_dist.broadcast([None]),
-    "broadcast_: a tuple": lambda: keras_dist.broadcast_((1, 2)),
-    "broadcast_: read only": lambda: keras_dist.broadcast_(np.broadcast_to(ONES, (2, 4))),
-    "broadcast_: objects": lambda: keras_dist.broadcast_([np.array([None])]),
-    "broadcast_: root_rank": lambda: keras_dist.broadcast_([], 2),
-    "broadcast_: shapes that differ": lambda: keras_dist.broadcast_([np.ones(3 + RANK)], 0, "w"),
-    "broadcast_: root ranks that differ": lambda: keras_dist.broadcast_([np.ones(3)], RANK),
-    "broadcast_object: root_rank": lambda: keras_dist.broadcast_object(1, -1),
-    "broadcast_object: what cannot be pickled": lambda: keras_dist.broadcast_object(lambda: 1),
-    "reducescatter: a scalar": lambda: keras_dist.reducescatter(1.0),
-    "reducescatter: op": lambda: keras_dist.reducescatter(ONES, "adasum"),
-    "reducescatter: truth values": lambda: keras_dist.reducescatter([True, False]),
-    "reducescatter: shapes that differ": lambda: keras_dist.reducescatter(np.ones(3 + RANK)),
-    "reducescatter: a scalar of one rank": lambda: keras_dist.reducescatter([ONES, 1.0][RANK]),
-    "reducescatter: ops that differ": lambda: keras_dist.reducescatter(
-        ONES, ["sum", "average"][RANK]
-    ),
-    "reducescatter: factors that differ": lambda: keras_dist.reducescatter(
-        ONES, prescale_factor=1 + RANK
-    ),
-    "grouped_reducescatter: numbers that differ": lambda: keras_dist.grouped_reducescatter(
+    "alltoall: a scalar": lambda: kd.alltoall(1.0),
+    "alltoall: objects": lambda: kd.alltoall(np.array([None, None])),
+    "alltoall: splits below 0": lambda: kd.alltoall(ONES, splits=[-1, 5]),
+    "alltoall: one split": lambda: kd.alltoall(ONES, splits=[4]),
+    "alltoall: more than there is": lambda: kd.alltoall(ONES, splits=[5, 0]),
+    "alltoall: splits that are no integers": lambda: kd.alltoall(ONES, splits=[1.0, 1.0]),
+    "alltoall: splits of two dimensions": lambda: kd.alltoall(ONES, splits=[[1, 1]]),
+    "alltoall: splits of one rank": lambda: kd.alltoall(ONES, splits=[[0, 0], [9, 0]][RANK]),
+    "alltoall: rows": lambda: kd.alltoall(ONES[:3]),
+    "alltoall: later dimensions that differ": lambda: kd.alltoall(np.ones((2, 1 + RANK)), name="x"),
+    "alltoall and reducescatter": lambda: [kd.alltoall, kd.reducescatter][RANK](ONES),
+    "broadcast: root_rank": lambda: kd.broadcast(ONES, 2),
+    "broadcast: root_rank that is no number": lambda: kd.broadcast(ONES, "0"),
+    "broadcast: root ranks that differ": lambda: kd.broadcast(ONES, RANK),
+    "broadcast: objects": lambda: kd.broadcast([None]),
+    "broadcast_: a tuple": lambda: kd.broadcast_((1, 2)),
+    "broadcast_: read only": lambda: kd.broadcast_(np.broadcast_to(ONES, (2, 4))),
+    "broadcast_: objects": lambda: kd.broadcast_([np.array([None])]),
+    "broadcast_: root_rank": lambda: kd.broadcast_([], 2),
+    "broadcast_: shapes that differ": lambda: kd.broadcast_([np.ones(3 + RANK)], 0, "w"),
+    "broadcast_: root ranks that differ": lambda: kd.broadcast_([np.ones(3)], RANK),
+    "broadcast_object: root_rank": lambda: kd.broadcast_object(1, -1),
+    "broadcast_object: what cannot be pickled": lambda: kd.broadcast_object(lambda: 1),
+    "reducescatter: a scalar": lambda: kd.reducescatter(1.0),
+    "reducescatter: op": lambda: kd.reducescatter(ONES, "adasum"),
+    "reducescatter: truth values": lambda: kd.reducescatter([True, False]),
+    "reducescatter: shapes that differ": lambda: kd.reducescatter(np.ones(3 + RANK)),
+    "reducescatter: a scalar of one rank": lambda: kd.reducescatter([ONES, 1.0][RANK]),
+    "reducescatter: ops that differ": lambda: kd.reducescatter(ONES, ["sum", "average"][RANK]),
+    "reducescatter: factors that differ": lambda: kd.reducescatter(ONES, prescale_factor=1 + RANK),
+    "grouped_reducescatter: numbers that differ": lambda: kd.grouped_reducescatter(
         [ONES] * (1 + RANK)
     ),
-    "send: to itself": lambda: keras_dist.send(ONES, RANK),
-    "send: destination": lambda: keras_dist.send(ONES, 7),
-    "recv: source": lambda: keras_dist.recv(-1),
-    "synchronize": lambda: keras_dist.synchronize(3),
-    "poll": lambda: keras_dist.poll(None),
+    "send: to itself": lambda: kd.send(ONES, RANK),
+    "send: destination": lambda: kd.send(ONES, 7),
+    "recv: source": lambda: kd.recv(-1),
+    "synchronize": lambda: kd.synchronize(3),
+    "poll": lambda: kd.poll(None),
     "raise_on_all": lambda: raise_on_one(),
-    "ProcessSet": lambda: keras_dist.ProcessSet("01"),
-    "ProcessSet: a float": lambda: keras_dist.ProcessSet([0.5]),
-    "ProcessSet: no ranks": lambda: keras_dist.ProcessSet([]),
-    "ProcessSet: a rank twice": lambda: keras_dist.ProcessSet([0, 0]),
-    "ProcessSet: below 0": lambda: keras_dist.ProcessSet([-1]),
-    "ProcessSet: a number": lambda: keras_dist.ProcessSet(3),
-    "add_process_set: a rank": lambda: keras_dist.add_process_set([5]),
-    "add_process_set: all ranks": lambda: keras_dist.add_process_set([0, 1]),
-    "add_process_set: the set of all": lambda: keras_dist.add_process_set(
-        keras_dist.global_process_set
-    ),
-    "add_process_set: a float of one rank": lambda: keras_dist.add_process_set([[0], [0.5]][RANK]),
+    "ProcessSet": lambda: kd.ProcessSet("01"),
+    "ProcessSet: a float": lambda: kd.ProcessSet([0.5]),
+    "ProcessSet: no ranks": lambda: kd.ProcessSet([]),
+    "ProcessSet: a rank twice": lambda: kd.ProcessSet([0, 0]),
+    "ProcessSet: below 0": lambda: kd.ProcessSet([-1]),
+    "ProcessSet: a number": lambda: kd.ProcessSet(3),
+    "add_process_set: a rank": lambda: kd.add_process_set([5]),
+    "add_process_set: all ranks": lambda: kd.add_process_set([0, 1]),
+    "add_process_set: the set of all": lambda: kd.add_process_set(kd.global_process_set),
+    "add_process_set: a float of one rank": lambda: kd.add_process_set([[0], [0.5]][RANK]),
     "add_process_set and barrier": lambda: [
-        lambda: keras_dist.add_process_set([0]),
-        keras_dist.barrier,
+        lambda: kd.add_process_set([0]),
+        kd.barrier,
     ][RANK](),
-    "add_process_set: the same ranks": lambda: in_set(lambda _: keras_dist.add_process_set([0])),
-    "add_process_set: sets that differ": lambda: keras_dist.add_process_set([RANK]),
-    "remove_process_set": lambda: keras_dist.remove_process_set([0]),
+    "add_process_set: the same ranks": lambda: in_set(lambda _: kd.add_process_set([0])),
+    "add_process_set: sets that differ": lambda: kd.add_process_set([RANK]),
+    "remove_process_set": lambda: kd.remove_process_set([0]),
     "a collective outside of its set": lambda: in_set(
-        lambda one: keras_dist.allreduce(ONES, process_set=one)
+        lambda one: kd.allreduce(ONES, process_set=one)
     ),
-    "init: process_sets": lambda: keras_dist.init(process_sets=[0]),
+    "init: process_sets": lambda: kd.init(process_sets=[0]),
 }
 
 
@@ -229,7 +201,7 @@ def built(optimizer):
 
 
 def raise_on_one():
-    with keras_dist.raise_on_all():
+    with kd.raise_on_all():
         if RANK == 1:
             raise KeyError("x")
 
@@ -272,11 +244,11 @@ OPTIMIZERS = {
     ),
     "register_local_var": lambda: wrap(SGD()).register_local_var(3),
     "apply: gradients": lambda: wrap(SGD()).apply([ONES], []),
-    "LARS: trust_coefficient": lambda: keras_dist.optimizers.LARS(trust_coefficient=-1),
-    "LARS: momentum": lambda: keras_dist.optimizers.LARS(momentum=2),
+    "LARS: trust_coefficient": lambda: kd.optimizers.LARS(trust_coefficient=-1),
+    "LARS: momentum": lambda: kd.optimizers.LARS(momentum=2),
     "metrics.merge: a metric": lambda: metrics.merge("accuracy", "sum"),
     "metrics.merge: how": lambda: metrics.merge(a_metric(), "median"),
-    "adapt: a layer": lambda: keras_dist.adapt(Dense(1, name="dense"), X),
+    "adapt: a layer": lambda: kd.adapt(Dense(1, name="dense"), X),
     "verify_replicas": lambda: verify_different(),
 }
 
@@ -284,7 +256,7 @@ OPTIMIZERS = {
 def verify_different():
     model = model_of()
     model.set_weights([np.full((3, 1), RANK), np.zeros(1)])
-    keras_dist.verify_replicas(model)
+    kd.verify_replicas(model)
 
 
 class ListOf(keras.utils.PyDataset):
@@ -331,13 +303,13 @@ def schedule():
 
 
 CALLBACKS = {
-    "callbacks: a list": lambda: keras_dist.callbacks(["x"]),
-    "callbacks: uneven": lambda: keras_dist.callbacks(uneven="ignore"),
-    "callbacks: on_failure": lambda: keras_dist.callbacks(on_failure="retry"),
-    "callbacks: on_failure replace": lambda: keras_dist.callbacks(on_failure="replace"),
-    "callbacks: AdmitRanks": lambda: keras_dist.callbacks.AdmitRanks(),
-    "callbacks: warmup without initial_lr": lambda: keras_dist.callbacks(warmup_epochs=3),
-    "callbacks: root_rank": lambda: keras_dist.callbacks(root_rank=2),
+    "callbacks: a list": lambda: kd.callbacks(["x"]),
+    "callbacks: uneven": lambda: kd.callbacks(uneven="ignore"),
+    "callbacks: on_failure": lambda: kd.callbacks(on_failure="retry"),
+    "callbacks: on_failure replace": lambda: kd.callbacks(on_failure="replace"),
+    "callbacks: AdmitRanks": lambda: kd.callbacks.AdmitRanks(),
+    "callbacks: warmup without initial_lr": lambda: kd.callbacks(warmup_epochs=3),
+    "callbacks: root_rank": lambda: kd.callbacks(root_rank=2),
     "BroadcastGlobalVariablesCallback: root_rank": lambda: (
         callbacks.BroadcastGlobalVariablesCallback("x")
     ),
@@ -369,7 +341,7 @@ CALLBACKS = {
     "fit: a callback of the root fails": lambda: fit(callbacks.RootOnly(Fails())),
     "fit: replicas that differ": lambda: fit(OnOne(), callbacks.VerifyReplicas()),
     "fit: models that differ": lambda: model_of(units=1 + RANK).fit(
-        X, X[:, :1], verbose=0, callbacks=keras_dist.callbacks()
+        X, X[:, :1], verbose=0, callbacks=kd.callbacks()
     ),
 }
 
@@ -395,8 +367,8 @@ FILES = {
     "ModelCheckpoint: a directory that is a file": lambda tmp: fit(
         callbacks.ModelCheckpoint(tmp / "plain.txt" / "m.keras")
     ),
-    "load_model: damaged": lambda tmp: keras_dist.load_model(tmp / "damaged.keras"),
-    "load_model: custom_optimizers": lambda tmp: keras_dist.load_model(
+    "load_model: damaged": lambda tmp: kd.load_model(tmp / "damaged.keras"),
+    "load_model: custom_optimizers": lambda tmp: kd.load_model(
         tmp / "damaged.keras", custom_optimizers=["sgd"]
     ),
     "ObjectState: a value": lambda tmp: elastic.ObjectState(directory=tmp / "s", x={1}).commit(),
@@ -414,13 +386,13 @@ FILES = {
 
 def damaged(folder):
     """Returns a folder after a byte of each file in it is changed."""
-    keras_dist.barrier()
+    kd.barrier()
     if RANK == 0:
         for path in [each for each in folder.rglob("*") if each.is_file()]:
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 4
             path.write_bytes(content)
-    keras_dist.barrier()
+    kd.barrier()
     return folder
 
 
@@ -444,14 +416,14 @@ DATA = {
     "set_epoch: a list": lambda: data.set_epoch([X], 1),
     "steps_per_epoch": lambda: data.steps_per_epoch(8, 0),
     "prefetch": lambda: data.prefetch(data.shard(X, 2), 0),
-    "gather": lambda: keras_dist.gather(X, data.shard(X, 2)),
+    "gather": lambda: kd.gather(X, data.shard(X, 2)),
 }
 
 JOBS = {
-    "run: on a rank": lambda: keras_dist.run(print, np=2),
-    "WorldServer: size": lambda: keras_dist.WorldServer(0),
-    "WorldServer: token": lambda: keras_dist.WorldServer(2, token=""),
-    "join_world: address": lambda: keras_dist.join_world("host", 0, 2, "token"),
+    "run: on a rank": lambda: kd.run(print, np=2),
+    "WorldServer: size": lambda: kd.WorldServer(0),
+    "WorldServer: token": lambda: kd.WorldServer(2, token=""),
+    "join_world: address": lambda: kd.join_world("host", 0, 2, "token"),
     "KerasState: not built": lambda: elastic.KerasState(model_of(built=False)),
     "ObjectState: a directory by position": lambda: elastic.ObjectState("folder"),
     "KERAS_DIST_REDUCE": lambda: with_variable("KERAS_DIST_REDUCE", "read"),
@@ -497,5 +469,5 @@ def test_each_text_is_that_of_the_golden_file(shared_tmp_path):
     texts = []
     for title, call in (OPERATIONS | OPTIMIZERS | CALLBACKS | on_files | DATA | JOBS).items():
         mine = text_of(call, shared_tmp_path)
-        texts.append(f"# {title}\n{together(keras_dist.allgather_object(mine))}\n")
+        texts.append(f"# {title}\n{together(kd.allgather_object(mine))}\n")
     golden.check("errors.txt", "\n".join(texts))

@@ -23,49 +23,34 @@ def fresh():
     keras_dist.init()
 
 
-def test_ranks_are_those_of_mpi():
-    assert keras_dist.rank() == world.rank
-    assert keras_dist.size() == world.size
-
-
-def test_one_node():
-    assert keras_dist.local_rank() == world.rank
-    assert keras_dist.local_size() == world.size
-    assert keras_dist.cross_rank() == 0
-    assert keras_dist.cross_size() == 1
+def test_ranks_are_those_of_mpi_on_one_node():
+    assert (keras_dist.rank(), keras_dist.size()) == (world.rank, world.size)
+    assert (keras_dist.local_rank(), keras_dist.local_size()) == (world.rank, world.size)
+    assert (keras_dist.cross_rank(), keras_dist.cross_size()) == (0, 1)
     assert keras_dist.is_homogeneous()
 
 
-def test_initialised_at_first_use(fresh):
+def test_first_use_and_init_begin_and_shutdown_ends(fresh):
     assert not keras_dist.is_initialized()
     assert keras_dist.size() == world.size
-    assert keras_dist.is_initialized()
-
-
-def test_init_again_does_nothing(fresh):
-    keras_dist.init()
-    first = runtime.communicator()
-    keras_dist.init()
-    assert runtime.communicator() is first
-
-
-def test_shutdown_and_init_again(fresh):
     for _ in range(3):
-        keras_dist.init()
+        assert keras_dist.is_initialized()
+        first = runtime.communicator()
+        keras_dist.init()  # again: does nothing
+        assert runtime.communicator() is first
         assert keras_dist.allreduce(1.0, "sum") == world.size
         keras_dist.shutdown()
         assert not keras_dist.is_initialized()
+        keras_dist.init()
 
 
-def test_the_communicator_is_a_duplicate(fresh):
+def test_communicators_are_duplicated(fresh):
     mine = world.Dup()
     keras_dist.init(mine)
     assert MPI.Comm.Compare(runtime.communicator().world, mine) == MPI.CONGRUENT
     mine.Free()
     assert keras_dist.allreduce(1.0, "sum") == world.size
-
-
-def test_part_of_the_world(fresh):
+    keras_dist.shutdown()
     half = world.Split(color=world.rank % 2, key=world.rank)
     keras_dist.init(half)
     assert keras_dist.size() == half.size
@@ -82,16 +67,18 @@ def test_a_list_of_ranks(fresh):
     assert keras_dist.size() == world.size
 
 
-@pytest.mark.parametrize("comm", ["world", 3, [0.5]])
-def test_other_objects_than_communicators_are_refused(fresh, comm):
-    with pytest.raises(errors.ArgumentTypeError, match=r"mpi4py.MPI.Comm or a list of ranks"):
+@pytest.mark.parametrize(
+    ("comm", "text"),
+    [
+        *((wrong, r"mpi4py.MPI.Comm or a list of ranks") for wrong in ("world", 3, [0.5])),
+        ([world.size], "this rank included"),
+    ],
+)
+def test_what_does_not_say_which_ranks_take_part_is_refused(fresh, comm, text):
+    kind = errors.ArgumentError if text.startswith("this") else errors.ArgumentTypeError
+    with pytest.raises(kind, match=text):
         keras_dist.init(comm)
     assert not keras_dist.is_initialized()
-
-
-def test_a_list_without_this_rank(fresh):
-    with pytest.raises(errors.ArgumentError, match="this rank included"):
-        keras_dist.init([world.size])
 
 
 def test_threads_are_this_ranks_share_of_the_cores():
