@@ -188,6 +188,9 @@ OPERATIONS = {
     "a collective outside of its set": lambda: in_set(
         lambda one: kd.allreduce(ONES, process_set=one)
     ),
+    "broadcast: a root outside of its set": lambda: in_set(
+        lambda one: kd.broadcast(ONES, 1, process_set=one)
+    ),
     "init: process_sets": lambda: kd.init(process_sets=[0]),
 }
 
