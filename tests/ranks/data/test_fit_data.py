@@ -67,10 +67,6 @@ def test_an_epoch_of_fewer_steps_reads_on_where_the_one_before_ended(kind, shuff
         assert found.ravel() == pytest.approx(halves * 2)
 
 
-def pairs():
-    return shard(list(zip(*[np.arange(TOTAL, dtype="float32")[:, None]] * 2, strict=True)), BATCH)
-
-
 def stream():
     def elements():
         for number in np.arange(TOTAL, dtype="float32")[:, None]:
@@ -137,19 +133,5 @@ def test_each_loop_over_a_shard_is_an_epoch_of_fit(kind):
 def test_epochs_without_a_distributed_optimizer_have_the_same_orders():
     expected = means_in_fit(arrays(), 2)
     assert means_in_fit(arrays(), 2, distributed=False) == expected
-
-
-def test_the_end_of_an_epoch_may_be_said_after_a_loop():
-    data, other = arrays(), arrays()
-    first = [one_pass(data), one_pass(other)]
-    if hasattr(data, "on_epoch_end"):  # not of a tf.data.Dataset
-        data.on_epoch_end()
-    assert [one_pass(data), one_pass(other)] != first
-    assert one_pass(data) == one_pass(other)
-
-
-def test_only_a_shard_has_epochs():
-    with pytest.raises(keras_dist.errors.ArgumentError, match="result of shard"):
-        keras_dist.data.set_epoch(np.arange(3), 1)
     with pytest.raises(keras_dist.errors.ArgumentError, match="at least 0"):
         keras_dist.data.set_epoch(arrays(), -1)
