@@ -1,6 +1,5 @@
 """`RootOnly`: a callback that acts on rank 0 only, and its effects on the other ranks."""
 
-import csv
 from pathlib import Path
 
 import keras
@@ -66,15 +65,6 @@ def test_every_hook_is_called_on_the_root_and_on_no_other_rank():
         "on_epoch_end 0 ['loss', 'val_loss']",
     ]
     assert recorder.calls == (expected if keras_dist.rank() == root else [])
-
-
-def test_keras_own_writer_writes_once(shared_tmp_path):
-    path = shared_tmp_path / f"{keras_dist.rank()}.csv"
-    fit(RootOnly(keras.callbacks.CSVLogger(str(path))), epochs=3)
-    keras_dist.barrier()
-    [only] = shared_tmp_path.iterdir()
-    assert only.name == "0.csv"
-    assert [row["epoch"] for row in csv.DictReader(only.open())] == ["0", "1", "2"]
 
 
 def test_tensorboard_is_written_once(shared_tmp_path):
