@@ -2,7 +2,6 @@
 
 import keras
 import pytest
-from gans import Gan
 from interrupting import Interrupt, Interrupted, everything_of
 from small_training import (
     CLASSES,
@@ -78,29 +77,11 @@ def test_resumed_training_equals_training_that_was_not_interrupted(shared, share
     assert not directory.exists()
 
 
-def test_further_optimizers_of_a_model_go_on_as_well(directory):
-    def train(*callbacks):
-        model = Gan(keras_dist.DistributedOptimizer)
-        real, _ = make_data(8, seed=keras_dist.rank())
-        callbacks = keras_dist.callbacks(*callbacks)
-        options = {"batch_size": 4, "shuffle": False, "verbose": 0, "callbacks": callbacks}
-        model.fit(real, real[:, :2], epochs=2, **options)
-        keras_dist.verify_replicas(model)
-        return model
-
-    expected = everything_of(train())
-    with pytest.raises(Interrupted):
-        train(BackupAndRestore(directory), Interrupt(1))
-    keras_dist.barrier()
-    model = train(BackupAndRestore(directory))
-    assert everything_of(model) == expected
-    assert int(model.judging.iterations) == 4
-    assert agreed([keras.ops.convert_to_numpy(v).tobytes() for v in model.judging.variables])
-
-
-@pytest.mark.jobs("jax-2", "torch-3")
-@pytest.mark.parametrize("kind", [BackupAndRestore, ShardedCheckpoint])
-@pytest.mark.parametrize("at", [(0, 1), (1, 1)])  # after 2 and 4 of 3 + 3 passes
+@pytest.mark.jobs("jax-2")
+@pytest.mark.parametrize(
+    ("kind", "at"),  # after 2 and 4 of 3 + 3 passes
+    [(BackupAndRestore, (0, 1)), (ShardedCheckpoint, (1, 1))],
+)
 def test_training_resumes_between_the_passes_of_an_update(kind, at, shared_tmp_path):
     x, y = make_data(12, seed=keras_dist.rank())
 
@@ -130,22 +111,16 @@ def test_the_model_itself_starts_anew_once_it_is_done(directory):
     assert fit(BackupAndRestore(directory), model=model)[1] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("other", ["optimizer", "smaller model"])
-def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
+def test_a_backup_of_another_model_is_an_error_on_every_rank(directory):
     # SGD has no state for each variable, so Keras would not detect a smaller model.
-    interrupted = new_model(keras.optimizers.SGD(0.1), run_eagerly=True)
+    sgd = keras.optimizers.SGD
     with pytest.raises(Interrupted):
-        fit(BackupAndRestore(directory), Interrupt(1), model=interrupted)
-    if other == "optimizer":
-        model = new_model(keras.optimizers.Adam(0.1), run_eagerly=True)
-        found = (
-            r"of shape \[6\] and dtype float32. Received: 8 variables, with 'none' of shape None"
-        )
-    else:
-        optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
-        layers = [keras.Input((FEATURES,)), keras.layers.BatchNormalization()]
-        model = compiled(keras.Sequential(layers), optimizer, run_eagerly=True)
-        found = r"the 6 variables of this model .* Received: 8 variables"
+        larger = new_model(sgd(0.1), run_eagerly=True)
+        fit(BackupAndRestore(directory), Interrupt(1), model=larger)
+    layers = [keras.Input((FEATURES,)), keras.layers.BatchNormalization()]
+    wrapped = keras_dist.DistributedOptimizer(sgd(0.1))
+    model = compiled(keras.Sequential(layers), wrapped, run_eagerly=True)
+    found = r"the 6 variables of this model .* Received: 8 variables"
     before = everything_of(model)
     with pytest.raises(errors.CheckpointError, match=found) as caught:
         fit(BackupAndRestore(directory), model=model)
@@ -154,13 +129,3 @@ def test_a_backup_of_another_model_is_an_error_on_every_rank(other, directory):
     assert "remove the checkpoint to start over" in str(caught.value)
     if keras_dist.rank() == 0:
         assert everything_of(model)[: len(before)] == before
-
-
-def test_a_place_that_cannot_be_written_to_is_an_error_on_every_rank(shared_tmp_path):
-    taken = shared_tmp_path / "taken"
-    if keras_dist.rank() == 0:
-        taken.write_bytes(b"")
-    keras_dist.barrier()
-    with pytest.raises(errors.CheckpointError, match="to begin a checkpoint in") as caught:
-        fit(BackupAndRestore(taken))
-    assert agreed(str(caught.value))

@@ -167,31 +167,31 @@ def test_damaged_copies_are_not_used(copies, shared_tmp_path, caplog):
 
 
 @on_nodes
-def test_a_copy_that_the_source_cannot_read_is_given_up(copies, shared_tmp_path, caplog):
+def test_a_copy_that_cannot_be_read_or_arrives_damaged_is_given_up(
+    copies, shared_tmp_path, monkeypatch, caplog
+):
     made, _ = copies()
     write(made, 1)
-    target = NODES[NEIGHBOUR][0]
     lost = "00000002-" + 32 * "0" + ".json"
     with caplog.at_level(logging.WARNING, "keras_dist"):
-        assert made._move(lost, ROOT, target) is None
+        assert made._move(lost, ROOT, NODES[NEIGHBOUR][0]) is None
     told = any("No such file" in text for text in caplog.messages)
     assert keras_dist.allgather_object(told)[ROOT]
     assert len(files(shared_tmp_path, NEIGHBOUR)) == 1
-
-
-@on_nodes
-def test_another_copy_is_found_if_the_newest_arrives_damaged(copies, shared_tmp_path, monkeypatch):
-    made, _ = copies()
-    write(made, 1)
     write(made, 2)
 
     def damage():
+        part_of(files(shared_tmp_path, ROOTS_NODE)[1]).unlink()
         files(shared_tmp_path, ROOTS_NODE)[1].unlink()
         cut(files(shared_tmp_path, NEIGHBOUR)[1])
 
     act(damage)
     monkeypatch.setattr(memory, "is_intact", lambda path: True)
     assert is_found(copies()[1], 1)
+    keras_dist.barrier()
+    [first] = files(shared_tmp_path, ROOTS_NODE)
+    left = [*(shared_tmp_path / f"node{ROOTS_NODE}").glob("*/*/*/")]
+    assert [int(folder.name) for folder in left] == [format.number_of(first)]
 
 
 @on_nodes
@@ -208,26 +208,7 @@ def test_a_copy_that_the_root_cannot_store_is_an_error(copies, shared_tmp_path):
     assert is_found(copies()[1], 1)
 
 
-@on_nodes
-def test_a_copy_that_arrives_damaged_is_removed(copies, shared_tmp_path):
-    made, _ = copies()
-    write(made, 1)
-    write(made, 2)
-    first, second = files(shared_tmp_path, ROOTS_NODE)
-
-    def lose_the_second():
-        cut(second)
-        files(shared_tmp_path, NEIGHBOUR)[1].unlink()
-
-    act(lose_the_second)
-    assert made._move(second.name, ROOT, NODES[NEIGHBOUR][0]) is None
-    keras_dist.barrier()
-    assert [path.name for path in files(shared_tmp_path, NEIGHBOUR)] == [first.name]
-    left = [*(shared_tmp_path / f"node{NEIGHBOUR}").glob("*/*/*/")]
-    assert [int(folder.name) for folder in left] == [format.number_of(first)]
-
-
-def test_copies_of_other_jobs_and_backups_are_not_used(copies, job):
+def test_copies_of_other_jobs_and_backups_are_not_used(copies, job, caplog):
     made, _ = copies()
     write(made, 1)
     assert copies("another")[1] is None
@@ -235,6 +216,12 @@ def test_copies_of_other_jobs_and_backups_are_not_used(copies, job):
     assert copies()[1] is None
     job("one")
     assert is_found(copies()[1], 1)
+    job("")
+    with caplog.at_level(logging.WARNING, "keras_dist"):
+        made, found = copies()
+    assert found is None and write(made, 1) is None
+    told = any("KERAS_DIST_JOB_ID" in text for text in caplog.messages)
+    assert keras_dist.allgather_object(told) == [rank == ROOT for rank in range(ROOT + 1)]
 
 
 def test_copies_that_other_users_can_access_are_not_used(copies, shared_tmp_path, caplog):
@@ -338,15 +325,6 @@ class limited_files:
     def __exit__(self, *error):
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
         signal.signal(signal.SIGXFSZ, self.handler)
-
-
-def test_without_the_id_of_a_job_backups_are_on_disk_only(copies, job, caplog):
-    job("")
-    with caplog.at_level(logging.WARNING, "keras_dist"):
-        made, found = copies()
-    assert found is None and write(made, 1) is None
-    told = any("KERAS_DIST_JOB_ID" in text for text in caplog.messages)
-    assert keras_dist.allgather_object(told) == [rank == ROOT for rank in range(ROOT + 1)]
 
 
 def test_a_newer_generation_on_disk_is_read_instead(tmp_path):

@@ -1,4 +1,4 @@
-"""A resumed fit: callbacks, metrics and learning rates continue as without an interruption."""
+"""A resumed fit: callbacks, metrics, optimizers and random numbers go on as without a break."""
 
 import datetime
 import inspect
@@ -8,20 +8,25 @@ import unittest.mock
 import keras
 import numpy as np
 import pytest
+from gans import TwoOptimizers
 from interrupting import Interrupt, Interrupted, everything_of
 from small_training import BATCH, distributed, make_data
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.callbacks import (
-    BackupAndRestore,
-    callback_states,
-)
+from keras_dist.callbacks import BackupAndRestore, callback_states
 from keras_dist.resume.state import Metrics, pack, unpack
+from keras_dist.training import random_generators
 
 pytestmark = pytest.mark.jobs("hooks")
 
 STEPS = 3
+
+
+@pytest.fixture
+def directory(shared_tmp_path):
+    """A directory for the backup, which is removed at the end of training."""
+    return shared_tmp_path / "backup"
 
 
 class Values(keras.callbacks.Callback):
@@ -70,16 +75,15 @@ def fit(*callbacks, epochs=2, model=None):
     return model, history
 
 
-def test_training_that_was_stopped_stays_stopped(shared_tmp_path, caplog):
+def test_training_that_was_stopped_stays_stopped(directory, caplog):
     def make():
         early = keras.callbacks.EarlyStopping("value", patience=1, mode="min")
         return [Values(0.1, 0.2, 0.3), early]
 
     model, expected = fit(*make(), epochs=3)
-    folder = shared_tmp_path / "backup"
-    fit(BackupAndRestore(folder, delete_checkpoint=False), *make(), epochs=3)
+    fit(BackupAndRestore(directory, delete_checkpoint=False), *make(), epochs=3)
     with caplog.at_level(logging.WARNING, "keras_dist"):
-        again, found = fit(BackupAndRestore(folder), *make(), epochs=3)
+        again, found = fit(BackupAndRestore(directory), *make(), epochs=3)
     assert expected.epoch == found.epoch == [0, 1]
     assert everything_of(again) == everything_of(model)
     assert caplog.text.count("training was stopped after epoch 2") == (keras_dist.rank() == 0)
@@ -125,7 +129,7 @@ def test_metrics_keep_their_totals_with_another_number_of_ranks():
     assert totals[-1] == states[-1][-1]  # a maximum
 
 
-def test_a_state_that_a_backup_cannot_hold_is_an_error_on_every_rank(shared_tmp_path):
+def test_a_state_that_a_backup_cannot_hold_is_an_error_on_every_rank(directory):
     last = keras_dist.rank() == keras_dist.size() - 1
 
     class Odd(Counts):
@@ -133,10 +137,10 @@ def test_a_state_that_a_backup_cannot_hold_is_an_error_on_every_rank(shared_tmp_
             return {"batches": {1, 2}} if last else {}
 
     with pytest.raises(errors.CheckpointError, match=r"Odd.state_dict\(\).* of type set"):
-        fit(BackupAndRestore(shared_tmp_path / "backup"), Odd(), epochs=1)
+        fit(BackupAndRestore(directory), Odd(), epochs=1)
 
 
-def test_a_state_that_a_callback_refuses_is_an_error_on_every_rank(shared_tmp_path):
+def test_a_state_that_a_callback_refuses_is_an_error_on_every_rank(directory):
     last = keras_dist.rank() == keras_dist.size() - 1
 
     class Refuses(Counts):
@@ -144,53 +148,40 @@ def test_a_state_that_a_callback_refuses_is_an_error_on_every_rank(shared_tmp_pa
             if last:
                 raise KeyError("sums")
 
-    folder = shared_tmp_path / "backup"
     with pytest.raises(Interrupted):
-        fit(BackupAndRestore(folder), Refuses(), Interrupt(1))
+        fit(BackupAndRestore(directory), Refuses(), Interrupt(1))
     keras_dist.barrier()
     with pytest.raises(errors.CheckpointError, match=r"Refuses.load_state_dict\(\).*KeyError"):
-        fit(BackupAndRestore(folder), Refuses())
+        fit(BackupAndRestore(directory), Refuses())
 
 
-def test_a_history_that_a_backup_cannot_hold_begins_anew(shared_tmp_path, caplog):
-    class Tells(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            logs["took"] = datetime.timedelta(seconds=1)
-
-    with caplog.at_level(logging.WARNING, "keras_dist"):
-        _, history = fit(BackupAndRestore(shared_tmp_path / "backup"), Tells(), epochs=2)
-    assert len(history.history["took"]) == 2
-    root_says = keras_dist.rank() == 0
-    assert ("does not hold History.history" in caplog.text) == root_says
-
-
-def test_a_fit_that_fails_while_it_skips_leaves_the_model_as_it_was(shared_tmp_path):
+def test_a_fit_that_fails_while_it_skips_leaves_the_model_as_it_was(directory):
     class Fails(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             raise Interrupted
 
-    folder = shared_tmp_path / "backup"
     expected = everything_of(fit()[0])
     with pytest.raises(Interrupted):
-        fit(BackupAndRestore(folder, save_freq=1), Interrupt(1, 1))
+        fit(BackupAndRestore(directory, save_freq=1), Interrupt(1, 1))
     keras_dist.barrier()
     model, fails = new_model(), Fails()
     with pytest.raises(Interrupted):
-        fit(BackupAndRestore(folder, save_freq=1), fails, model=model)
+        fit(BackupAndRestore(directory, save_freq=1), fails, model=model)
     keras_dist.barrier()
-    fit(BackupAndRestore(folder, save_freq=1), model=model)
+    fit(BackupAndRestore(directory, save_freq=1), model=model)
     assert everything_of(model) == expected
 
 
-def test_callbacks_that_give_no_state_are_named_in_one_warning(shared_tmp_path, caplog):
+def test_what_a_backup_does_not_hold_is_named_once(directory, caplog):
     class Forgets(keras.callbacks.Callback):
-        pass
+        def on_epoch_end(self, epoch, logs=None):
+            logs["took"] = datetime.timedelta(seconds=1)
 
     class OwnStopping(keras.callbacks.EarlyStopping):
         pass
 
     callbacks = [
-        BackupAndRestore(shared_tmp_path / "backup"),
+        BackupAndRestore(directory),
         Forgets(),
         OwnStopping("loss", patience=3),
         Counts(),
@@ -198,25 +189,26 @@ def test_callbacks_that_give_no_state_are_named_in_one_warning(shared_tmp_path, 
         keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
     ]
     with caplog.at_level(logging.WARNING, "keras_dist"):
-        fit(*callbacks, epochs=3)
+        _, history = fit(*callbacks, epochs=3)
+    assert len(history.history["took"]) == 3
     said = [one.getMessage() for one in caplog.records if "does not hold" in one.getMessage()]
-    assert len(said) == (keras_dist.rank() == 0)
-    assert all("of the callbacks Forgets, OwnStopping. " in text for text in said)
+    of_callbacks = [text for text in said if "of the callbacks Forgets, OwnStopping. " in text]
+    of_history = [text for text in said if "does not hold History.history" in text]
+    root_says = keras_dist.rank() == 0
+    assert len(of_callbacks) == bool(of_history) == root_says
+    assert len(said) == len(of_callbacks) + len(of_history)
 
 
 STATELESS = {"CSVLogger", "LambdaCallback", "LearningRateScheduler", "ProgbarLogger"}
 STATELESS |= {"Callback", "CallbackList", "RemoteMonitor", "TerminateOnNaN"}
 
 
-def test_every_callback_of_keras_is_known():
+def test_what_callbacks_of_keras_keep_has_the_names_that_are_known(monkeypatch):
     kinds = [kind for kind in vars(keras.callbacks).values() if isinstance(kind, type)]
     known = STATELESS | callback_states.STATE_ATTRIBUTES.keys()
     assert {
         kind.__name__ for kind in kinds if issubclass(kind, keras.callbacks.Callback)
     } == known, "add new callbacks to STATE_ATTRIBUTES, or to STATELESS here"
-
-
-def test_what_keras_callbacks_keep_has_the_names_that_are_known(monkeypatch):
     made = {
         "BackupAndRestore": keras.callbacks.BackupAndRestore("directory"),
         "EarlyStopping": keras.callbacks.EarlyStopping(),
@@ -251,3 +243,97 @@ def test_nested_values_come_back_as_they_were():
     for odd in (object(), {1, 2}, np.array([object()]), {(1,): 2}):
         with pytest.raises(TypeError):
             pack(odd, arrays)
+
+
+# --- Optimizers that are built late, and random numbers
+
+
+def new_gan(judging=None, making=None, patience=0):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    model = TwoOptimizers(patience)
+    optimizers = (
+        judging or keras.optimizers.Adam(0.01),
+        making or keras.optimizers.SGD(0.1, momentum=0.9),
+    )
+    model.compile(*map(keras_dist.DistributedOptimizer, optimizers), run_eagerly=patience > 0)
+    return model
+
+
+def train(model, *callbacks):
+    real, _ = make_data(12, seed=keras_dist.rank())
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0, "epochs": 3}
+    model.fit(real, callbacks=keras_dist.callbacks(*callbacks), **options)
+    keras_dist.verify_replicas(model)
+    return everything_of(model)
+
+
+def interrupt(model, directory, epoch, batch=None, **options):
+    with pytest.raises(Interrupted):
+        train(model, BackupAndRestore(directory, **options), Interrupt(epoch, batch))
+    keras_dist.barrier()
+
+
+@pytest.mark.jobs("jax-2")
+@pytest.mark.parity("`BackupAndRestore` with two optimizers, built at their first steps")
+def test_optimizers_that_are_not_built_when_training_resumes(directory):
+    expected = train(new_gan())
+    interrupt(new_gan(), directory, 1)
+    interrupt(new_gan(), directory, 2, batch=1, save_freq=1)
+    model = new_gan()
+    assert train(model, BackupAndRestore(directory)) == expected
+    assert int(model.d_optimizer.iterations) == int(model.g_optimizer.iterations) == 9
+
+
+def test_only_one_optimizer_has_made_a_step_when_the_backup_is_written(directory):
+    def gan():
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 8.0)
+        return new_gan(scaled, keras.optimizers.Adagrad(0.1), patience=4)
+
+    expected = train(gan())
+    interrupted, built = gan(), gan()
+    interrupt(interrupted, directory, 1, batch=2)  # after two steps of the second
+    built.g_optimizer.build(built.maker.trainable_variables)
+    for model in (gan(), built, interrupted):
+        with pytest.raises(Interrupted):
+            train(model, BackupAndRestore(directory, save_freq=100), Interrupt(2))
+        keras_dist.barrier()
+        assert int(model.g_optimizer.iterations) == 2
+    assert train(built, BackupAndRestore(directory)) == expected
+
+
+def test_optimizers_that_one_rank_has_built_are_built_on_all():
+    model = new_gan()
+    if keras_dist.rank() == keras_dist.size() - 1:
+        model.d_optimizer.build(model.judge.trainable_variables)
+    assert train(model) == train(new_gan())
+
+
+def test_an_elastic_state_of_optimizers_that_are_built_after_it(directory):
+    model = new_gan()
+    state = keras_dist.elastic.KerasState(model, directory=directory)
+    start = model.get_weights()
+    expected = train(model)
+    state.restore()
+    assert all((a == b).all() for a, b in zip(start, model.get_weights(), strict=True))
+    assert all(int(one.iterations) == 0 for one in (model.d_optimizer, model.g_optimizer))
+    assert not any(np.any(one) for one in model.g_optimizer.momentums)
+    assert train(model) != expected  # its dropout has advanced
+    state.save()
+    expected = everything_of(model)
+    keras_dist.barrier()
+    fresh = new_gan()
+    keras_dist.elastic.KerasState(fresh, directory=directory).sync()
+    assert everything_of(fresh) == expected
+
+
+def test_the_generator_that_keras_shares_goes_on():
+    def draw():
+        return keras.ops.convert_to_numpy(keras.random.uniform((2,))).tolist()
+
+    keras.utils.set_random_seed(1)
+    draw()
+    states = random_generators.states()
+    expected = draw()
+    random_generators.restore(states)
+    assert draw() == expected

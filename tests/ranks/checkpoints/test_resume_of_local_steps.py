@@ -17,7 +17,7 @@ from keras_dist.resume.rank_states import OwnSteps
 from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
 from keras_dist.training.model_state import state_of_steps, to_numpy
 
-pytestmark = pytest.mark.jobs("training", "jax-2", "openmpi-3")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 STEPS = 5
 
@@ -39,6 +39,7 @@ def train(*callbacks, steps=2, epochs=2, streaming=None, compression="none", wid
     return everything_of(model), history.history, model
 
 
+@pytest.mark.jobs("openmpi-3")
 @pytest.mark.parametrize("kind", [BackupAndRestore, ShardedCheckpoint])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "use_ema": True}])
 def test_resumed_training_equals_uninterrupted_training(shared_tmp_path, kind, options):

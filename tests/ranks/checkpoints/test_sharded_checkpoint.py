@@ -5,7 +5,6 @@ import threading
 import time
 
 import keras
-import numpy as np
 import pytest
 from interrupting import Interrupt, Interrupted
 from small_training import CLASSES, FEATURES, agreed, compiled, make_data
@@ -15,7 +14,6 @@ from keras_dist import errors
 from keras_dist.callbacks import ShardedCheckpoint
 from keras_dist.resume import format, tensor_file
 from keras_dist.resume.read import Contents
-from keras_dist.resume.variables import pieces_of_rank
 from keras_dist.training import model_state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value
@@ -182,7 +180,7 @@ def test_a_fit_waits_for_the_checkpoint_of_one_that_has_raised(directory, monkey
 
     def write_slowly(handle, data):
         if threading.current_thread().name == "keras_dist checkpoint":
-            time.sleep(0.1)
+            time.sleep(0.03)
         return write(handle, data)
 
     if keras_dist.rank() == keras_dist.size() - 1:
@@ -228,14 +226,6 @@ def test_arrays_that_one_rank_cannot_read_are_an_error_on_every_rank(directory, 
     with pytest.raises(errors.CheckpointError, match="Stale file handle") as caught:
         fit(make(), ShardedCheckpoint(directory))
     assert agreed(str(caught.value)) and f"[rank {last} of" in str(caught.value)
-
-
-def test_a_directory_that_cannot_be_written_is_an_error_on_every_rank(shared_tmp_path):
-    taken = shared_tmp_path / "taken"
-    on_root(lambda: taken.write_bytes(b""))
-    with pytest.raises(errors.CheckpointError, match="to begin a checkpoint in") as caught:
-        fit(make(), ShardedCheckpoint(taken))
-    assert agreed(str(caught.value)) and str(taken) in str(caught.value)
 
 
 def flip(path):
@@ -302,24 +292,3 @@ def test_local_variables_are_those_of_the_root(directory):
     keras_dist.checkpoints.load(again, directory)
     wanted = model_state.bytes_of(model.weights[0]).tobytes() if keras_dist.rank() == 0 else before
     assert model_state.bytes_of(again.weights[0]).tobytes() == wanted
-
-
-def test_keep_is_checked(directory):
-    with pytest.raises(errors.ArgumentError, match="keep"):
-        ShardedCheckpoint(directory, keep=0)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_pieces_cover_each_element_once(size):
-    values = (np.zeros(5, "float32"), np.zeros(0, "float32"), np.zeros((3, 4), "float16"), 0)
-    kinds = ("float32", "float32", "float16", "int")
-    variables = [
-        keras.Variable(value, dtype=kind, trainable=False)
-        for value, kind in zip(values, kinds, strict=True)
-    ]
-    equal = {id(variable) for variable in variables[:2] + variables[3:]}  # one is local
-    seen = {index: [] for index in range(len(variables))}
-    for rank in range(size):
-        for piece in pieces_of_rank(variables, rank, size, equal, rank == 0):
-            seen[piece.index] += range(piece.low, piece.high)
-    assert [sorted(seen[i]) for i in seen] == [[*range(5)], [], [*range(12)], [0]]
