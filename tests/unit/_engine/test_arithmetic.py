@@ -56,20 +56,6 @@ def test_narrow_floats_are_rounded_once(dtype):
     assert reduce_rows(rows, ReduceOp.SUM)[0] == np.asarray(1 + 8 * 2.0**-9).astype(dtype)
 
 
-@given(st.integers(1, 6), st.integers(0, 40), st.integers(0, 2**32 - 1))
-def test_random_float32_sums_follow_rank_order_to_the_bit(ranks, count, seed):
-    rows = np.random.default_rng(seed).standard_normal((ranks, count)).astype(np.float32)
-    expected = rows[0].copy()
-    for row in rows[1:]:
-        expected = expected + row
-    assert reduce_rows(rows, ReduceOp.SUM).tobytes() == expected.tobytes()
-
-
-def test_integers_beyond_float64_stay_exact():
-    rows = np.array([[2**60 + 1], [2**60 + 3]], np.int64)
-    assert reduce_rows(rows, ReduceOp.AVERAGE)[0] == 2**60 + 2
-
-
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
 @given(ranks=st.integers(1, 7), data=st.data())
 def test_averages_of_integers_are_exact_whatever_their_sum(dtype, ranks, data):
@@ -90,24 +76,6 @@ def test_sums_of_integers_beyond_float64_are_divided_exactly():
         assert total[0] == sign * (2**60 + 1)
 
 
-def test_average_of_integers_is_truncated_towards_zero():
-    rows = np.array([[-3, 3], [-4, 4]], np.int32)
-    np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.AVERAGE), [-3, 3])
-
-
-def test_product_min_and_max_of_booleans():
-    rows = np.array([[True, True, False], [True, False, False]])
-    np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.MIN), [True, False, False])
-    np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.MAX), [True, True, False])
-    np.testing.assert_array_equal(reduce_rows(rows, ReduceOp.PRODUCT), [True, False, False])
-
-
-def test_the_input_is_not_changed():
-    rows = np.ones((2, 3), np.float32)
-    reduce_rows(rows, ReduceOp.SUM)
-    np.testing.assert_array_equal(rows, 1)
-
-
 @pytest.mark.parametrize("nan", [np.nan, -np.nan])
 def test_the_sign_of_nan_is_that_of_a_new_array_also_in_place(nan):
     left, right = np.array([nan], np.float32), np.array([-nan], np.float32)
@@ -116,19 +84,11 @@ def test_the_sign_of_nan_is_that_of_a_new_array_also_in_place(nan):
     assert left.tobytes() == expected
 
 
-def test_infinities_give_no_warning(recwarn):
+def test_infinities_and_overflow_give_no_warning(recwarn):
     rows = np.array([[np.inf], [-np.inf]], np.float32)
     assert np.isnan(reduce_rows(rows, ReduceOp.SUM)[0])
+    assert np.isinf(scaled(np.array([1e30], np.float32), 1e30))
     assert not recwarn.list
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op"),
-    [("?", "sum"), ("?", "average"), ("c8", "max"), ("U3", "sum"), ("O", "sum"), ("M8[s]", "min")],
-)
-def test_an_undefined_op_is_refused(dtype, op):
-    with pytest.raises(errors.ArgumentTypeError, match=r"\[here\] Expected x .* Received: "):
-        check_dtype(np.dtype(dtype), ReduceOp(op), "[here]", "x")
 
 
 def test_an_average_is_a_division_to_the_bit():
@@ -160,32 +120,30 @@ def test_parts_may_reuse_their_memory():
     np.testing.assert_array_equal(results, [[2, 4]] * 3)
 
 
-def test_only_an_average_divides():
-    rows = np.array([[6], [6]], np.int16)
-    found = {op.value: int(reduce_rows(rows, op)[0]) for op in WIDE}
-    assert found == {"sum": 12, "average": 6, "min": 6, "max": 6, "product": 36}
-
-
+# Those of an average and of a sum, and which of the two need nothing wider.
 ACCUMULATORS = {
-    "float16": ("float32", "float32"),
-    "bfloat16": ("float32", "float32"),
-    "float8_e4m3fn": ("float32", "float32"),
-    "float32": ("float32", "float32"),
-    "float64": ("float64", "float64"),
-    "longdouble": ("longdouble", "longdouble"),
-    "complex64": ("complex64", "complex64"),
-    "int8": ("int64", "int8"),
-    "int64": ("int64", "int64"),
-    "uint8": ("uint64", "uint8"),
-    "bool": ("bool", "bool"),
+    "float16": ("float32", "float32", []),
+    "bfloat16": ("float32", "float32", []),
+    "float8_e4m3fn": ("float32", "float32", []),
+    "float32": ("float32", "float32", ["average", "sum"]),
+    "float64": ("float64", "float64", ["average", "sum"]),
+    "longdouble": ("longdouble", "longdouble", ["average", "sum"]),
+    "complex64": ("complex64", "complex64", ["average", "sum"]),
+    "int8": ("int64", "int8", ["sum"]),
+    "int64": ("int64", "int64", ["sum"]),
+    "uint8": ("uint64", "uint8", ["sum"]),
+    "uint64": ("uint64", "uint64", ["sum"]),
+    "bool": ("bool", "bool", ["average", "sum"]),
 }
 
 
 @pytest.mark.parametrize("name", ACCUMULATORS)
 def test_accumulators_have_these_dtypes(name):
-    dtype = np.dtype(name)
+    dtype, (*accumulators, own) = np.dtype(name), ACCUMULATORS[name]
     ops = (ReduceOp.AVERAGE, ReduceOp.SUM)
-    assert tuple(accumulator(dtype, op) for op in ops) == tuple(map(np.dtype, ACCUMULATORS[name]))
+    assert [accumulator(dtype, op) for op in ops] == [*map(np.dtype, accumulators)]
+    assert [op.value for op in ops if is_own_accumulator(dtype, op)] == own
+    assert is_own_accumulator(dtype, ReduceOp.MAX) == ("sum" in own)
 
 
 # --- Valid pairs of op and dtype
@@ -232,11 +190,8 @@ def test_a_factor_is_any_finite_real_number(factor):
 @pytest.mark.parametrize(
     ("factor", "kind", "received"),
     [
-        ("2", errors.ArgumentTypeError, "'2' of type str"),
         (1j, errors.ArgumentTypeError, "1j of type complex"),
-        (None, errors.ArgumentTypeError, "None of type NoneType"),
         (np.ones(1), errors.ArgumentTypeError, r"array\(\[1\.\]\) of type ndarray"),
-        (float("inf"), errors.ArgumentError, "inf"),
         (float("nan"), errors.ArgumentError, "nan"),
     ],
 )
@@ -285,11 +240,6 @@ def test_integers_are_multiplied_in_float64_and_narrow_floats_in_float32():
     assert scaled(np.zeros((), np.float16), 2.0).shape == ()
 
 
-def test_an_overflow_of_a_product_gives_no_warning(recwarn):
-    assert np.isinf(scaled(np.array([1e30], np.float32), 1e30))
-    assert not recwarn.list
-
-
 def test_rows_can_only_be_summed():
     for op in ReduceOp:
         if op in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -298,21 +248,6 @@ def test_rows_can_only_be_summed():
         text = rf"Expected op to be Average or Sum in f\. Received: {op.value}\. Look\."
         with pytest.raises(errors.ArgumentError, match=text):
             check_sum(op, "[here]", "f", "Look.")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op", "expected"),
-    [
-        ("f4", "sum", True),
-        ("i8", "sum", True),
-        ("?", "min", True),
-        ("f2", "sum", False),
-        ("u1", "average", False),
-        ("i8", "average", False),
-    ],
-)
-def test_sums_of_these_need_no_wider_dtype(dtype, op, expected):
-    assert is_own_accumulator(np.dtype(dtype), parse_op(op)) is expected
 
 
 def test_ops_have_names():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from keras_dist._engine.shm.node import ShmBarrier
-from keras_dist._engine.shm.wait import Counter
 
 DIGEST, OTHER = b"d" * 16, b"o" * 16
 
@@ -36,9 +35,3 @@ def test_the_fence_is_between_the_data_and_the_counters(waits):
     # The digest is written before the first fence, the counter after it. The second one follows
     # when both counters are set, and the digests are compared after it.
     assert events == [([0, 1], written), ([1, 1], written)]
-
-
-def test_without_a_fence_nothing_is_called():
-    counter = Counter(Memory(1).memory[:4].view(np.uint32))
-    counter.raise_to(3)
-    assert counter.has_reached(3) and not counter.has_reached(4)

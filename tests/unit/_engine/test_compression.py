@@ -9,7 +9,9 @@ import pytest
 from keras_dist import config, errors
 from keras_dist._engine.compression import Compression, Compressor, parse_compression, wire_for
 
-VALUES = np.array([0.0, -0.0, 1.0, 1 / 3, -2.5e-3, 1e-9, 65504.0, np.inf, -np.inf, np.nan])
+# Among them the largest of float16, and those above it that are rounded to it or to infinity.
+LARGE = [65504.0, 65519.0, 65520.0, -1e6]
+VALUES = np.array([0.0, -0.0, 1.0, 1 / 3, -2.5e-3, 1e-9, *LARGE, np.inf, -np.inf, np.nan])
 
 
 class Half(Compressor):
@@ -32,18 +34,10 @@ def test_numbers_are_rounded_once(name, narrow, dtype):
     wire = wire_for(parse_compression(name, "[test]"), numbers.dtype, "[test]")
     packed = wire.pack(numbers)
     assert wire.dtype == packed.dtype == np.dtype(narrow or dtype)
-    expected = numbers.astype(narrow or dtype).astype(dtype)
+    with np.errstate(over="ignore"):
+        expected = numbers.astype(narrow or dtype).astype(dtype)
     assert wire.unpack(packed).dtype == dtype
     assert wire.unpack(packed).tobytes() == expected.tobytes()
-
-
-def test_overflow_of_float16_is_infinite():
-    wire = wire_for(Compression.fp16, np.dtype(np.float32), "[test]")
-    assert wire.unpack(wire.pack(np.float32([65519, 65520, -1e6]))).tolist() == [
-        65504,
-        np.inf,
-        -np.inf,
-    ]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int32, np.complex64, bool])

@@ -1,4 +1,4 @@
-"""Trees of ranks: inquiries and alarms among ranks that exchange messages within this process."""
+"""Trees of ranks, and mailboxes: inquiries and alarms among ranks of this process."""
 
 import collections
 
@@ -220,3 +220,31 @@ def test_an_alarm_that_is_repeated_still_finds_another_root(monkeypatch):
         network.ranks[2].check()
         network.run()
     assert {receiver for receiver, *_ in network.cases} == {1}
+
+
+class DeadPeer:
+    """The part of an MPI communicator that a mailbox uses; another rank never closes its own."""
+
+    def Dup(self):
+        return self
+
+    def improbe(self):
+        return None
+
+    def Ibarrier(self):
+        return self
+
+    def Test(self):
+        return False
+
+
+def test_a_close_ends_where_waiting_is_useless():
+    checks = []
+
+    def check():
+        checks.append(None)
+        if len(checks) == 3:
+            raise ConnectionError("a rank has died")
+
+    with pytest.raises(ConnectionError, match="a rank has died"):
+        sideband.Mailbox(DeadPeer()).close(check)

@@ -1,4 +1,4 @@
-"""Slices that travel with digests: their memory, and those without elements."""
+"""Slices that travel between nodes: their memory, those without elements, and their dtype."""
 
 import gc
 import types
@@ -9,8 +9,10 @@ import pytest
 
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.buckets import plan_buckets
-from keras_dist._engine.collectives.cross_node import slice_payload
+from keras_dist._engine.collectives.cross_node import CrossNodeReduction, slice_payload
+from keras_dist._engine.compression import Compression
 from keras_dist._engine.mpi.peers import Payload
+from keras_dist._engine.mpi.topology import Links
 from keras_dist._engine.shm.bucket_reduction import Sliced
 
 F4 = np.dtype(np.float32)
@@ -52,3 +54,22 @@ def test_an_empty_slice_cannot_fail():
     assert sums.size == result.size == 0
     with pytest.raises(MemoryError):
         slices[1].reduce_published()
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [np.float16, np.int64])
+def test_a_slice_over_64_kib_is_widened_only_if_that_saves_bytes(slices, dtype):
+    topology = types.SimpleNamespace(slices=slices, is_homogeneous=True)
+    comm = types.SimpleNamespace(
+        topology=topology,
+        digests=types.SimpleNamespace(carries=True),
+        is_one_node=False,
+        node=object(),
+        reduction="ordered",
+        links=Links(halving_nbytes=2**21),
+    )
+    factor = 2  # both have twice the bytes if they are widened
+    for count in (64 * 1024 // (factor * np.dtype(dtype).itemsize), 100_000):
+        [bucket] = plan_buckets([((slices * count,), np.dtype(dtype))], 2**30)
+        found = CrossNodeReduction(comm, [bucket], ReduceOp.AVERAGE, Compression.none)
+        assert bool(found.widened) == (count < 100_000 or slices >= factor)
