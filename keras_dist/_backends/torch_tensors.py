@@ -18,9 +18,12 @@ from keras_dist._gpu import Concatenation, DeviceArray, counts_host_memory, load
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, run: Any, back: Any, *tensors: torch.Tensor) -> Any:
-        context.back = back
+    def forward(run: Any, back: Any, *tensors: torch.Tensor) -> Any:
         return run(*tensors)
+
+    @staticmethod  # apart from `forward`, as `torch.func` requires
+    def setup_context(context: Any, inputs: Any, output: Any) -> None:
+        context.back = inputs[1]
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:

@@ -1,6 +1,8 @@
 """Private and undocumented names of torch."""
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
@@ -12,6 +14,9 @@ OPTIONS = (
     "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator "
     "prefetch_factor persistent_workers pin_memory_device in_order"
 ).split()
+
+F = TypeVar("F", bound=Callable[..., Any])
+COMPILER = "torch._dynamo.eval_frame"  # what `torch.compile` runs on
 
 
 def version() -> str:
@@ -33,6 +38,22 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def weak_tensor_keys() -> Any:
     """Returns a dictionary whose keys are weak references to tensors, compared by identity."""
     return require(WEAK_KEYS, version).WeakTensorKeyDictionary()
+
+
+def has_compiler() -> bool:
+    """Returns whether the compiler of torch is imported, as by `torch.compile` and optimizers."""
+    return COMPILER in sys.modules
+
+
+def mark_untraced(function: F) -> F:
+    """Makes `torch.compile` call a function from those that it traces; does not import it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def skip_frames(function: Any) -> None:
+    """Makes `torch.compile` run a function that it calls; it traces what this one calls."""
+    sys.modules[COMPILER].skip_code(function.__code__)  # it warns of the cache of `require`
 
 
 class BatchNorm(torch.nn.BatchNorm1d):
@@ -77,6 +98,13 @@ WEAK_KEYS = Owner("torch.utils.weak").name(
     on_use=True,
 )
 
+SKIP = Owner(COMPILER).name(
+    "skip_code",
+    "to call collectives from compiled functions",
+    "torch.compile would trace them, and fail",
+    on_use=True,
+)
+
 COPY_ALL = Owner("torch._C:_VariableFunctions").name(
     "_foreach_copy_",
     "to join gradients in GPU memory by few kernels",
@@ -86,6 +114,7 @@ COPY_ALL = Owner("torch._C:_VariableFunctions").name(
 
 CONTRACT = (
     COPY_ALL,
+    SKIP,
     WEAK_KEYS,
     Owner("torch:Tensor").name(
         "_version",

@@ -12,6 +12,7 @@ import torch
 from keras_dist.ops import asynchronous
 from keras_dist.ops.asynchronous import Handle
 from keras_dist.torch import exchange_ops, reduce_ops
+from keras_dist.torch.compilation import untraced
 
 P = ParamSpec("P")
 
@@ -20,7 +21,7 @@ def queued(
     operation: Callable[P, Any], name: str | None = None, **fixed: Any
 ) -> Callable[P, Handle]:
     """Returns the queued form of an operation; see `keras_dist.ops.asynchronous.queued`."""
-    return asynchronous.queued(torch.no_grad()(operation), name, **fixed)
+    return untraced(asynchronous.queued(torch.no_grad()(operation), name, **fixed))
 
 
 # As in Horovod, those that take a compression when they block have no such argument here, so their

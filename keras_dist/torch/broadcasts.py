@@ -7,12 +7,13 @@ import torch
 
 from keras_dist import errors, ops, runtime
 from keras_dist.ops.descriptions import described_by
-from keras_dist.ops.face import face
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.torch.compilation import untraced, untraced_face
 from keras_dist.torch.exchange_ops import broadcast_all
 
 
+@untraced
 @raises_on_all
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, Any]],
@@ -47,6 +48,7 @@ def broadcast_parameters(
     broadcast_all([tensor for _, tensor in tensors], root_rank, names, process_set)
 
 
+@untraced
 @raises_on_all
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
@@ -91,7 +93,7 @@ def broadcast_optimizer_state(
         )
 
 
-@face(ops.broadcast_object)
+@untraced_face(ops.broadcast_object)
 def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
@@ -102,7 +104,7 @@ def broadcast_object(
     return ops.broadcast_object(obj, root_rank, name, process_set)
 
 
-@face(ops.allgather_object)
+@untraced_face(ops.allgather_object)
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:

@@ -15,6 +15,7 @@ from keras_dist.ops.face import wire_of
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduction_options import parse_passes, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.torch.compilation import untraced
 from keras_dist.torch.gradients import Gradients
 from keras_dist.torch.reduce_ops import Compression, allreduce
 
@@ -107,6 +108,7 @@ class _DistributedTorch:
     _keras_dist: Gradients
     _skips = False
 
+    @untraced
     def synchronize(self) -> None:
         """Reduces the gradients, or waits for their reduction, which `step` does otherwise.
 
@@ -127,6 +129,7 @@ class _DistributedTorch:
         """Sets the number of backward passes before a reduction, from the next step on."""
         self._keras_dist.passes = parse_passes(passes, runtime.where())
 
+    @untraced
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, as the class of the optimizer does.
 
@@ -152,6 +155,7 @@ class _DistributedTorch:
         return base.__new__, (base,), base.__getstate__(self)
 
 
+@untraced
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     """Reduces the gradients before a step, or after each call of its closure."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -14,10 +14,11 @@ from keras_dist._backends.torch_tensors import (
     to_tensors,
     to_torch,
 )
-from keras_dist.ops.face import Reduction, compressed, decompressed, face, rows_before
+from keras_dist.ops.face import Reduction, compressed, decompressed, rows_before
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.torch.compilation import untraced, untraced_face
 from keras_dist.torch.reduce_ops import (
     Compression,
     reduce_tensor,
@@ -26,7 +27,7 @@ from keras_dist.torch.reduce_ops import (
 )
 
 
-@face(ops.allgather)
+@untraced_face(ops.allgather)
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -34,7 +35,7 @@ def allgather(
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-@face(ops.grouped_allgather)
+@untraced_face(ops.grouped_allgather)
 def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -56,7 +57,7 @@ def grouped_allgather(
     return list(differentiable(run, back, *tensors))
 
 
-@face(ops.reducescatter)
+@untraced_face(ops.reducescatter)
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -76,7 +77,7 @@ def reducescatter(
     )[0]
 
 
-@face(ops.grouped_reducescatter)
+@untraced_face(ops.grouped_reducescatter)
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -105,7 +106,7 @@ def grouped_reducescatter(
     return decompressed(compression, differentiable(run, back, *inputs), contexts)
 
 
-@face(ops.alltoall)
+@untraced_face(ops.alltoall)
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -144,7 +145,7 @@ def alltoall(
     return rows if splits is None else (rows, received)
 
 
-@face(ops.broadcast)
+@untraced_face(ops.broadcast)
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -175,7 +176,7 @@ def broadcast(
     return differentiable(run, back, tensor)[0]
 
 
-@face(ops.broadcast)
+@untraced_face(ops.broadcast)
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -195,6 +196,7 @@ def broadcast_(
     return tensor
 
 
+@untraced
 @raises_on_all
 def broadcast_all(
     tensors: Sequence[torch.Tensor],

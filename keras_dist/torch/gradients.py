@@ -32,6 +32,7 @@ from keras_dist.ops.face import compressed, decompressed, is_custom
 from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.torch import reduce_ops
+from keras_dist.torch.compilation import untraced
 
 
 class Layout:
@@ -316,6 +317,7 @@ def _flags(dense: Sequence[torch.Tensor], has: np.ndarray, like: torch.Tensor) -
 
 def _hook_of(method: Any) -> Any:
 
+    @untraced
     def hook(parameter: torch.Tensor) -> None:
         alive = method()
         if alive is not None:

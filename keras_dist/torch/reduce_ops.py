@@ -30,12 +30,12 @@ from keras_dist.ops.face import (
     Reduction,
     compressed,
     decompressed,
-    face,
     wire_of,
 )
 from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduce_op import Compression as Wires
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
+from keras_dist.torch.compilation import untraced_face
 
 
 class _TorchCast(Compressor):
@@ -71,7 +71,7 @@ class Compression:
         wire, narrow = Wires.bf16, torch.bfloat16
 
 
-@face(ops.allreduce)
+@untraced_face(ops.allreduce)
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -101,7 +101,7 @@ def allreduce(
     return grouped_allreduce([tensor], None, name, compression, *options)[0]
 
 
-@face(ops.allreduce)
+@untraced_face(ops.allreduce)
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -124,7 +124,7 @@ def allreduce_(
     return write_back(ops.allreduce(array, *options, out=array), tensor)
 
 
-@face(ops.grouped_allreduce)
+@untraced_face(ops.grouped_allreduce)
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -142,7 +142,7 @@ def grouped_allreduce(
     return decompressed(compression, reduce_with_gradient(reduction, *inputs), contexts)
 
 
-@face(ops.grouped_allreduce)
+@untraced_face(ops.grouped_allreduce)
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -164,7 +164,7 @@ def grouped_allreduce_(
     return list(tensors)
 
 
-@face(ops.sparse_allreduce)
+@untraced_face(ops.sparse_allreduce)
 def sparse_allreduce(
     tensor: torch.Tensor,
     name: str | None = None,

@@ -284,6 +284,11 @@ def test_importing_keras_dist_imports_no_framework():
     assert run([sys.executable, "-c", check]).returncode == 0
 
 
+def test_importing_keras_dist_torch_does_not_import_the_compiler_of_torch():
+    check = "import sys, keras_dist.torch; sys.exit('torch._dynamo' in sys.modules)"
+    assert run([sys.executable, "-c", check]).returncode == 0
+
+
 def test_every_public_name_can_be_imported():
     text = """
 import keras_dist
