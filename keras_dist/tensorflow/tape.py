@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_dist import errors, runtime
+from keras_dist._compat.tensorflow import is_recorded
 from keras_dist.ops.arguments import resolve_groups
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.face import compressed, decompressed, wire_of
@@ -19,6 +20,7 @@ from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduction_options import ReductionOptions, parse_layers, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import operation
+from keras_dist.tensorflow.outer_tapes import reduced_with_gradient
 from keras_dist.training import optimizer as optimizer_module
 from keras_dist.training.gradient_reduction import GradientReduction, mark_reduced
 from keras_dist.training.model_state import variable_name
@@ -219,6 +221,8 @@ class _DistributedTape:
     def _reduce(self, gradients: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         reduction = self._reduction(sources)
         local = {id(source) for source in reduction.local_variables()}
+        if is_recorded():  # reduced rows have no gradient
+            gradients = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
         dense = [
             index
             for index, (gradient, source) in enumerate(zip(gradients, sources, strict=True))
@@ -226,8 +230,14 @@ class _DistributedTape:
         ]
         compression = self._keras_dist_compression
         inputs, contexts = compressed(compression, [gradients[index] for index in dense])
-        reduced = reduction(_replace_at(dense, inputs, gradients), sources)
-        results = decompressed(compression, [reduced[index] for index in dense], contexts)
+        reduced: list[Any] = []
+
+        def reduce(*given: Any) -> list[Any]:
+            reduced[:] = reduction(_replace_at(dense, given, gradients), sources)
+            return [reduced[index] for index in dense]
+
+        results = reduced_with_gradient(reduce, reduction, inputs)
+        results = decompressed(compression, results, contexts)
         return mark_reduced(_replace_at(dense, results, reduced))
 
     def _check_local(self, sources: Sequence[Any]) -> None:

@@ -116,6 +116,55 @@ def gradients_alone(rank, sources):
     return tape.gradient(loss, sources)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_a_tape_around_a_distributed_one_takes_the_second_gradient(graph, op):
+    table, scale = tf.Variable(tf.reshape(tf.range(6.0), (3, 2)) + 1), tf.Variable(2.0)
+
+    def loss(rank):
+        return (rank + 1.0) * scale * tf.reduce_sum(tf.gather(table, [0, rank % 3, 0]) ** 3)
+
+    def penalty(first, wrap, of):
+        """Returns the squared norm of the gradients, and its gradients."""
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                value = first()
+            gradients = wrap(inner).gradient(value, [table, scale])
+            norm = tf.add_n([tf.reduce_sum(tf.convert_to_tensor(g) ** 2) for g in gradients])
+        return norm, [tf.convert_to_tensor(g) for g in of(outer).gradient(norm, [table, scale])]
+
+    def distributed(tape):
+        return hvd.DistributedGradientTape(tape, op=op)
+
+    def ours():
+        # The norm is equal on all ranks, of which each has a part of its gradient.
+        return penalty(lambda: loss(RANK), distributed, hvd.DistributedGradientTape)
+
+    factor = 1 / SIZE if op == hvd.Average else 1.0
+    norm, expected = penalty(
+        lambda: factor * tf.add_n([loss(rank) for rank in range(SIZE)]), lambda t: t, lambda t: t
+    )
+    found, gradients = (tf.function(ours) if graph else ours)()
+    np.testing.assert_allclose(found, norm, rtol=1e-5)
+    for gradient, one in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(gradient, one, rtol=1e-5)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
+def test_a_tape_around_the_function_of_a_distributed_one_is_refused():
+    _, _, sources = products()
+
+    @tf.function
+    def first():
+        with tf.GradientTape() as inner:
+            value = (RANK + 1.0) * tf.reduce_sum(sources[0] ** 3)
+        return hvd.DistributedGradientTape(inner).gradient(value, sources[0])
+
+    np.testing.assert_allclose(first(), [3 * (MEAN + 1)] * 2)
+    with tf.GradientTape(), pytest.raises(LookupError, match="a tape around a call"):
+        first()
+
+
 def test_a_source_that_no_rank_uses_has_no_gradient():
     source = tf.Variable(1.0)
     with tf.GradientTape() as tape:
