@@ -129,6 +129,7 @@ TABLES = {
     "launching-openmpi": Table(
         "launching.py", "launching_openmpi", ("keras_dist/launch",), "Open MPI"
     ),
+    "start": Table("start.py", "start_mpich", (*TRAINING, "keras_dist/callbacks")),
     "restart-torch": restart("torch", " --hosts"),
     "restart-tensorflow": restart("tensorflow"),
     "shard-state-tensorflow": shard_state("tensorflow"),
