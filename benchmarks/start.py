@@ -1,6 +1,6 @@
 """Times the start of a rank: what keras_dist adds until training begins, and to the first step.
 
-    python benchmarks/start.py [--backends tensorflow jax torch] [--rounds 7]
+    python benchmarks/start.py [--backends tensorflow jax torch] [--rounds 3]
 
 Jobs of two ranks, each pinned to a core, start in turn: plain Keras with mpi4py, and keras_dist as
 in the README. A rank notes the seconds since its process started when all is imported and MPI
@@ -42,7 +42,7 @@ MODEL = "mlp"
 def main():
     made = parser(__doc__, quick="two rounds")
     made.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
-    made.add_argument("--rounds", type=int, default=7, help="how often each job is started")
+    made.add_argument("--rounds", type=int, default=3, help="how often each job is started")
     options = options_of(made, work)
     before, found = load(), {}
     for backend in options.backends:
