@@ -14,6 +14,7 @@ from keras_dist.data.nested import (
     as_array,
     concatenated,
     described,
+    in_floatx,
     is_a,
     is_tensor,
     leaves,
@@ -42,10 +43,11 @@ class ArraySource(IndexedSource):
             Fact("the arrays", described(arrays), WHOLE),
         ]
 
-        def take(indices: np.ndarray) -> Any:
-            return mapped(lambda array: np.asarray(array[indices]), arrays)
+        def take(indices: Any) -> Any:
+            # Not the whole arrays: they may be maps of files.
+            return mapped(lambda array: in_floatx(np.asarray(array[indices])), arrays)
 
-        super().__init__(total, arrays, take, facts, options)
+        super().__init__(total, take(slice(0)), take, facts, options)
 
 
 def no_reader(data: str, options: ShardOptions) -> None:

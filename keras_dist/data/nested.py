@@ -29,7 +29,7 @@ def is_tensor(data: Any) -> bool:
 def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
     """Applies a function to each leaf, together with the corresponding leaves of `others`.
 
-    Lists become tuples, as Keras expects in a batch.
+    Lists become tuples, as Keras expects in a batch. Named tuples keep their class.
     """
     if isinstance(data, dict):
         return {
@@ -37,10 +37,11 @@ def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
             for key, value in data.items()
         }
     if isinstance(data, tuple | list):
-        return tuple(
+        values = (
             mapped(function, value, *(other[index] for other in others))
             for index, value in enumerate(data)
         )
+        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
     return function(data, *others)
 
 
@@ -64,12 +65,16 @@ def as_array(leaf: Any) -> np.ndarray:
         return leaf.detach().cpu().numpy()
     array = native(np.asarray(leaf))
     if is_a(leaf, "pandas", "DataFrame", "Series"):
-        import keras
-
-        array = array[:, None] if array.ndim == 1 else array
-        if np.issubdtype(array.dtype, np.floating):
-            array = array.astype(keras.config.floatx(), copy=False)
+        array = in_floatx(array[:, None] if array.ndim == 1 else array)
     return array
+
+
+def in_floatx(array: np.ndarray) -> np.ndarray:
+    """Converts floats to `floatx`, as Keras does with the arrays that `fit` is given."""
+    import keras
+
+    is_float = array.dtype.name.startswith(("float", "bfloat"))
+    return array.astype(keras.config.floatx(), copy=False) if is_float else array
 
 
 def stacked(samples: Sequence[Any]) -> Any:

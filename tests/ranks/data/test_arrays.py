@@ -1,0 +1,81 @@
+"""`shard` of arrays gives a step what `fit` of the same arrays gives it in one process."""
+
+import collections
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+import keras_dist
+from keras_dist.data import shard
+
+pytestmark = pytest.mark.jobs("tensorflow-2", "jax-2", "torch-2")
+
+SAMPLES = 12
+Pair = collections.namedtuple("Pair", "left right")
+
+
+class Seeing(keras.Model):
+    """A model that notes what its step is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.seen = set()
+
+    def call(self, x):
+        x = keras.ops.concatenate([x.left, x.right], -1) if isinstance(x, Pair) else x
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        leaves = keras.tree.flatten((x, y, sample_weight))
+        self.seen.add((type(x), *(keras.backend.standardize_dtype(leaf.dtype) for leaf in leaves)))
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+def trained(optimizer, fit):
+    """Returns the weights of a model after `fit`, and what its step was given."""
+    model = Seeing()
+    model.compile(optimizer, "mse")
+    fit(model)
+    kinds = {(Pair if kind is Pair else "an array", *dtypes) for kind, *dtypes in model.seen}
+    return model.get_weights(), kinds
+
+
+def as_one_process(x, y, weights):
+    """Checks that a shard trains as the arrays do in one process."""
+    batch = 2 * keras_dist.size()
+    plain = {"batch_size": batch, "epochs": 2, "shuffle": False, "verbose": 0}
+    expected, kinds = trained(
+        keras.optimizers.SGD(0.1), lambda model: model.fit(x, y, sample_weight=weights, **plain)
+    )
+    part = shard((x, y, weights), 2, shuffle=False)
+    found, found_kinds = trained(
+        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        lambda model: model.fit(part, epochs=2, verbose=0, callbacks=keras_dist.callbacks()),
+    )
+    assert found_kinds == kinds
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def drawn():
+    generator = np.random.default_rng(1)
+    x = generator.standard_normal((SAMPLES, 3))
+    return x, x[:, :1] + 1, generator.uniform(0.5, 2, SAMPLES)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", ">f8", ml_dtypes.bfloat16])
+def test_floats_of_other_widths_become_floatx(dtype):
+    as_one_process(*(array.astype(dtype) for array in drawn()))
+
+
+def test_integers_and_booleans_stay():
+    x, y, weights = drawn()
+    as_one_process((10 * x).astype("int8"), y > 1, weights)
+
+
+def test_named_tuples_stay():
+    x, y, weights = drawn()
+    as_one_process(Pair(x[:, :1], x[:, 1:]), y, weights)
