@@ -133,8 +133,8 @@ class VerifyBatches(SessionCallback):
     Without sharding every rank trains on the same samples, and the job learns no more than a
     single process. The ranks compare digests of their first batches in one collective before the
     first step; later steps have no overhead. Data that `keras_dist.data` shards on all ranks is
-    not compared, nor are sparse and ragged tensors of TensorFlow. `keras_dist.callbacks()`
-    includes this callback.
+    not compared, nor are tensors that numpy cannot hold, such as sparse and ragged ones.
+    `keras_dist.callbacks()` includes this callback.
 
     Collective: every rank must pass the callback to `fit`.
 
@@ -182,7 +182,10 @@ def _digest(batch: Any) -> bytes | None:
         return None
     digest = hashlib.blake2b(digest_size=16)
     for leaf in keras.tree.flatten(batch):
-        array = as_array(leaf)
+        try:
+            array = as_array(leaf)
+        except errors.ArgumentTypeError:  # a sparse tensor of torch
+            return None
         digest.update(f"{array.dtype} {array.shape}".encode())
         digest.update(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes())
     return digest.digest()

@@ -62,7 +62,9 @@ def as_array(leaf: Any) -> np.ndarray:
     A pandas column becomes an array of shape `(rows, 1)`; floats of pandas become `floatx`.
     """
     if is_a(leaf, "torch", "Tensor"):
-        return leaf.detach().cpu().numpy()
+        from keras_dist._backends.torch_tensors import to_numpy
+
+        return to_numpy(leaf)
     array = native(np.asarray(leaf))
     if is_a(leaf, "pandas", "DataFrame", "Series"):
         array = in_floatx(array[:, None] if array.ndim == 1 else array)
