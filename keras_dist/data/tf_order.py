@@ -174,7 +174,7 @@ def _shared(held: Sequence[HeldFiles]) -> set[str]:
 
 
 def check_written(held: Sequence[HeldFiles]) -> None:
-    """Checks the files of the data sets of all ranks of a `fit`.
+    """Checks the files of the data sets of all ranks of a `fit` or `evaluate`.
 
     Names that functions make are not examined: the data of a rank may decide on them.
     """
@@ -183,7 +183,7 @@ def check_written(held: Sequence[HeldFiles]) -> None:
         raise errors.DataError(
             runtime.where(),
             "each rank of a host to cache its data in a file of its own",
-            f".cache({shared[0]!r}) on several ranks, in the data of fit",
+            f".cache({shared[0]!r}) on several ranks, in the data of fit or evaluate",
             "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or call "
             ".cache() right before keras_dist.data.shard, which then adds the rank itself.",
         )

@@ -101,11 +101,7 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
                     f"{name}={plan.get(name)}",
                     SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                 )
-    held = [each for *_, files in gathered for each in files]
-    if any(files for _, files in held):
-        from keras_dist.data.tf_order import check_written
-
-        check_written(held)
+    _check_files([files for *_, files in gathered])
     answers = zip(*(asks for _, _, asks, _ in gathered), strict=True)
     given = flat(arguments)
     told = [each.told(next(answers)) if members([each]) else each for each in given]
@@ -174,9 +170,25 @@ def _name(member: Any) -> str:
     return classes[0].__name__
 
 
+def agree_on_evaluate(arguments: dict[str, Any]) -> None:
+    """Checks that the ranks cache in files of their own. Collective: every rank; blocks."""
+    if runtime.fit_size() > 1:
+        _check_files(allgather_object(_cache_files(arguments), "the begin of evaluate"))
+
+
+def _check_files(gathered: list[list[Any]]) -> None:
+    """Checks what `_cache_files` returned on all ranks."""
+    held = [each for files in gathered for each in files]
+    if any(files for _, files in held):
+        from keras_dist.data.tf_order import check_written
+
+        check_written(held)
+
+
 def _cache_files(arguments: dict[str, Any]) -> list[Any]:
     """Returns the files that the data sets of this rank write caches in."""
-    found = [arguments[name] for name in ("x", "validation_data") if is_tf_dataset(arguments[name])]
+    given = [arguments.get(name) for name in ("x", "validation_data")]
+    found = [data for data in given if is_tf_dataset(data)]
     if not found:
         return []
     from keras_dist.data.tf_order import held_files

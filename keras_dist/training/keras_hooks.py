@@ -18,7 +18,7 @@ from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import LOGS
 from keras_dist.data import epochs
 from keras_dist.training import random_generators
-from keras_dist.training.agreement import agree_on_fit, flat, set_of, within_set
+from keras_dist.training.agreement import agree_on_evaluate, agree_on_fit, flat, set_of, within_set
 from keras_dist.training.fit_session import (
     SESSION,
     FirstStep,
@@ -106,13 +106,16 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _running(task: str) -> Callable[..., Any]:
     def running(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        found = members(flat(inspect.signature(method).bind(model, *args, **kwargs).arguments))
+        arguments = inspect.signature(method).bind(model, *args, **kwargs).arguments
+        found = members(flat(arguments))
         with (
             _engine.progress.during(task),
             within_set(set_of(found, model), found),
             FitSession(model, task) as session,
         ):
             session.callbacks = found
+            if task == "evaluate" and found and not epochs.fit_arguments():  # which has agreed
+                agree_on_evaluate(arguments)
             return method(model, *args, **kwargs)
 
     return running

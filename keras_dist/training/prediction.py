@@ -8,6 +8,8 @@ import numpy as np
 from keras_dist import errors, ops, runtime
 from keras_dist.data import epochs
 from keras_dist.data.gathering import Turns, gather, in_order, in_turn, indices_of
+from keras_dist.data.nested import is_tf_dataset
+from keras_dist.data.shard_options import ShardOptions
 from keras_dist.runtime.process_sets import ProcessSet
 
 
@@ -63,6 +65,8 @@ def predict(
     results: list[Any] = []
     failure = None
     try:
+        if is_tf_dataset(data):
+            data = _with_own_caches(data, process_set)
         turns = in_turn(data, batch_size, steps, comm.rank, comm.size)
         results = _outputs(model, turns, shown)
     except Exception as error:  # raised once the other ranks know of it
@@ -80,6 +84,18 @@ def predict(
     order = _order([counts for *_, counts in reports])
     whole = in_order(rows, order, root_only, process_set)
     return None if whole is None else keras.tree.pack_sequence_as(like, whole)
+
+
+def _with_own_caches(data: Any, process_set: ProcessSet | None) -> Any:
+    """Returns a `tf.data.Dataset` whose caches are files that no other rank of the host writes.
+
+    Collective: every rank; blocks.
+    """
+    from keras_dist.data import tf_order
+
+    held = ops.allgather_object(tf_order.held_files(data), process_set=process_set)
+    with runtime.fit_within(process_set):
+        return tf_order.with_own_caches(data, held, ShardOptions())
 
 
 def _outputs(model: keras.Model, turns: Turns, verbose: int) -> list[Any]:

@@ -196,6 +196,32 @@ def test_fit_refuses_a_cache_that_ranks_share(shared_tmp_path, place):
     fit()
 
 
+def test_evaluate_refuses_a_cache_that_ranks_share(shared_tmp_path):
+    if size() == 1:
+        pytest.skip("one rank shares its files with nobody")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    rows = tf.data.Dataset.from_tensors((np.ones((2, 1)), np.ones((2, 1))))
+
+    def evaluate(name):
+        data = rows.cache(str(shared_tmp_path / name))
+        model.evaluate(data, verbose=0, callbacks=keras_dist.callbacks())
+
+    raised_everywhere(errors.DataError, "rows", lambda: evaluate("rows"))
+    evaluate(f"rows-{keras_dist.rank()}")
+
+
+def test_predict_caches_in_files_of_their_own(shared_tmp_path):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Rescaling(2.0)])
+    rows = tf.data.Dataset.range(7).map(lambda row: tf.cast([row], "float32")).batch(2)
+    for _ in range(2):
+        found = keras_dist.predict(model, rows.cache(str(shared_tmp_path / "rows")))
+        assert found[:, 0].tolist() == [2.0 * row for row in range(7)]
+    if size() > 1:
+        between = rows.cache(str(shared_tmp_path / "others")).map(lambda row: row)
+        raised_everywhere(errors.DataError, "others", lambda: keras_dist.predict(model, between))
+
+
 def test_a_reader_caches_the_files_of_each_rank(shared_tmp_path):
     names = [str(number) for number in range(2 * size())]
 
