@@ -3,8 +3,10 @@
 A rank with more epochs, or with a validation that other ranks lack, would wait there forever.
 """
 
+import collections
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +22,8 @@ from keras_dist.training.fit_session import Order, members, running_in
 from keras_dist.training.rank_exchanges import allgather_object
 
 OPERATION = "the begin of fit with the callbacks of keras_dist"
+# The attribute of each callback of Keras with the path that it writes to, on every rank.
+PATHS = {"BackupAndRestore": "backup_dir", "CSVLogger": "filename", "ModelCheckpoint": "filepath"}
 SAME_CALLBACKS = (
     "Pass the callbacks of keras_dist on every rank. Wrap a callback for the root only in "
     "keras_dist.callbacks.RootOnly. Callbacks of Keras may be passed on some ranks only."
@@ -89,7 +93,7 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     _engine.progress.acts_among(comm.ranks)
     asks = _put_in_order(arguments)
     data = epochs.is_sharded(arguments["x"]), shapes_of_batches(arguments)
-    mine = _plan(arguments), data, asks, _cache_files(arguments)
+    mine = _plan(arguments), data, asks, _written(arguments), _cache_files(arguments)
     gathered = allgather_object(mine, OPERATION)
     plans = [plan for plan, *_ in gathered]
     for rank, plan in enumerate(plans):
@@ -102,7 +106,8 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
                     SAME_CALLBACKS if name == "callbacks" else f"Pass the same {name}.",
                 )
     _check_files([files for *_, files in gathered])
-    answers = zip(*(asks for _, _, asks, _ in gathered), strict=True)
+    _warn_of_files([written for *_, written, _ in gathered])
+    answers = zip(*(asks for _, _, asks, *_ in gathered), strict=True)
     given = flat(arguments)
     told = [each.told(next(answers)) if members([each]) else each for each in given]
     if any(new is not old for new, old in zip(told, given, strict=True)):
@@ -123,6 +128,32 @@ def _warn_of_weights() -> None:
             "start with equal weights.",
         )
     )
+
+
+def _written(arguments: dict[str, Any]) -> list[str]:
+    """Returns the paths that callbacks of Keras, which do not know the ranks, write to."""
+    return [
+        f"{kind} of {os.path.abspath(str(vars(each)[attribute]))}"
+        for each in flat(arguments)
+        for kind, attribute in PATHS.items()
+        if isinstance(each, getattr(keras.callbacks, kind)) and not members([each])
+    ]
+
+
+def _warn_of_files(gathered: list[list[str]]) -> None:
+    """Warns once of paths that callbacks of Keras write to on several ranks."""
+    paths = collections.Counter(path for written in gathered for path in set(written))
+    shared = sorted(path for path, ranks in paths.items() if ranks > 1)
+    if shared:
+        runtime.notify(
+            errors.explain(
+                runtime.where(),
+                "callbacks that write files on one rank, or on each rank in a file of its own",
+                f"keras.callbacks.{shared[0]}, on several ranks",
+                "Use the BackupAndRestore and ModelCheckpoint of keras_dist.callbacks, and wrap "
+                "others in keras_dist.callbacks.RootOnly.",
+            )
+        )
 
 
 def flat(arguments: dict[str, Any]) -> list[Any]:

@@ -67,6 +67,20 @@ def test_every_hook_is_called_on_the_root_and_on_no_other_rank():
     assert recorder.calls == (expected if keras_dist.rank() == root else [])
 
 
+@pytest.mark.parametrize("place", ["on all ranks", "on the root", "with the rank"])
+def test_the_root_names_files_that_several_ranks_write(shared_tmp_path, caplog, place):
+    path = shared_tmp_path / (str(keras_dist.rank()) if place == "with the rank" else "log")
+    writers = [
+        keras.callbacks.CSVLogger(f"{path}.csv"),
+        keras_dist.callbacks.ModelCheckpoint(f"{shared_tmp_path}/model.keras"),
+        RootOnly(keras.callbacks.CSVLogger(f"{shared_tmp_path}/root.csv")),
+    ]
+    fit(*writers[place == "on the root" and keras_dist.rank() > 0 :])
+    warns = place == "on all ranks" and keras_dist.size() > 1 and keras_dist.rank() == 0
+    assert (f"CSVLogger of {path}.csv, on several ranks" in caplog.text) == warns
+    assert "model.keras" not in caplog.text and "root.csv" not in caplog.text
+
+
 def test_tensorboard_is_written_once(shared_tmp_path):
     board = keras.callbacks.TensorBoard(str(shared_tmp_path))
     fit(RootOnly(board), epochs=3, validation_data=make_data(4))
