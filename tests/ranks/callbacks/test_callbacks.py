@@ -42,8 +42,12 @@ def part(*arrays):
 
 def test_the_list_is_flat_and_in_order():
     mine = keras.callbacks.EarlyStopping("loss")
-    made = keras_dist.callbacks(mine, warmup_epochs=2, initial_lr=0.1, checkpoint="m.keras")
-    assert [type(callback).__name__ for callback in made] == [
+    options = {"warmup_epochs": 2, "initial_lr": 0.1, "checkpoint": "m.keras"}
+    names, more = (
+        [type(made).__name__ for made in keras_dist.callbacks(mine, **options, throughput=counts)]
+        for counts in (False, True)
+    )
+    assert names == [
         "RootConsoleCallback",
         "BroadcastGlobalVariablesCallback",
         "VerifyBatches",
@@ -58,6 +62,8 @@ def test_the_list_is_flat_and_in_order():
         "AgreeOnStoppingCallback",
         "PreemptionCallback",
     ]
+    assert [name for name in more if name != "Throughput"] == names
+    assert more[5:7] == ["MetricAverageCallback", "Throughput"]
 
 
 def test_the_package_in_place_of_its_list_is_refused():

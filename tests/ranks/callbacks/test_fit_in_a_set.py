@@ -102,15 +102,6 @@ class StopAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-@pytest.mark.parametrize("is_appended", [False, True])
-def test_a_stop_stops_one_set(trial, is_appended):
-    model = model_of(trial)
-    stops = [StopAt(trial, 1)] if trial.ranks[0] == 0 else []
-    given = {"appended": stops} if is_appended else {}
-    fit(model, data_of(trial)[1], trial, *([] if is_appended else stops), **given)
-    assert int(model.optimizer.iterations) == (2 if trial.ranks[0] == 0 else 2 * STEPS)
-
-
 @pytest.mark.parametrize("kind", [BackupAndRestore, ShardedCheckpoint])
 def test_a_set_resumes_from_its_own_backup(trial, kind, shared_tmp_path):
     _, own = data_of(trial)
@@ -170,9 +161,16 @@ def test_a_loop_of_ones_own_acts_within_the_set(trial, shared_tmp_path):
     assert keras_dist.allgather_object(1) == [1] * keras_dist.size()
 
 
-def test_a_stop_in_a_loop_of_ones_own_stops_one_set(trial):
-    model = model_of(trial)
-    loop(model, data_of(trial)[1], trial, *([StopAt(trial, 1)] if trial.ranks[0] == 0 else []))
+@pytest.mark.parametrize("how", ["listed", "appended", "in a loop"])
+def test_a_stop_stops_one_set(trial, how):
+    model, own = model_of(trial), data_of(trial)[1]
+    stops = [StopAt(trial, 1)] if trial.ranks[0] == 0 else []
+    if how == "listed":
+        fit(model, own, trial, *stops)
+    elif how == "appended":
+        fit(model, own, trial, appended=stops)
+    else:
+        loop(model, own, trial, *stops)
     assert int(model.optimizer.iterations) == (2 if trial.ranks[0] == 0 else 2 * STEPS)
 
 

@@ -110,6 +110,7 @@ def test_ranks_meet_after_batches_only_where_a_callback_may_stop_there():
         (keras.callbacks.EarlyStopping("loss"), False),
         (keras.callbacks.TerminateOnNaN(), True),
         (keras_dist.callbacks.LearningRateWarmupCallback(0.1), False),
+        (keras_dist.callbacks.Throughput(), False),
         (Quiet("m.keras"), False),
         (Watchful(), True),
         (nothing, False),

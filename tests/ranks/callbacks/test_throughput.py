@@ -107,16 +107,6 @@ class Late(keras.callbacks.Callback):
         self.epoch = epoch
 
 
-def test_it_stands_behind_the_averaging_and_before_the_users_own():
-    mine = keras.callbacks.CSVLogger("log.csv")
-    names = [type(made).__name__ for made in keras_dist.callbacks(mine, throughput=True)]
-    first = names.index("MetricAverageCallback")
-    assert names[first : first + 2] == ["MetricAverageCallback", "Throughput"]
-    assert names.index("Throughput") < names.index("CSVLogger")
-    assert "Throughput" not in [type(made).__name__ for made in keras_dist.callbacks(mine)]
-    assert keras_dist.callbacks(throughput=True)[-2].each_batch is False
-
-
 def test_one_that_is_late_lets_the_others_wait(capsys):
     n = keras_dist.size()
     history = fit(distributed(), Late(), epochs=3, verbose=2)
