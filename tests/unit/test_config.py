@@ -10,28 +10,8 @@ from keras_dist import config, errors
 def test_defaults():
     settings = config.parse({})
     data = (0, 0, True, "auto", "copy", "ordered", "auto", "none")
-    job = (
-        60,
-        600,
-        "stop",
-        0,
-        0,
-        False,
-        "",
-        True,
-        "",
-        "/dev/shm",
-        "",
-        (0, None),
-        100,
-        True,
-        0,
-        None,
-        "",
-        False,
-    )
-    expected = config.Settings(*data, *job)
-    assert settings == expected
+    limits = (60, 600, "stop", 0, 0, False, "", True, "", "/dev/shm", "", (0, None), 100, True, 0)
+    assert settings == config.Settings(*data, *limits, None, "", False)
 
 
 def test_values_are_parsed():
@@ -60,10 +40,8 @@ def test_prometheus_uses_loopback_unless_an_address_is_given(text, endpoint):
         ("BUCKET_NBYTES", "1.5"),
         ("THREADS", "-1"),
         ("PIN_DEVICE", "maybe"),
-        ("REDUCE", "ring"),
         ("COMPRESSION", "zip"),
         ("STALL_SECONDS", "-1"),
-        ("STALL_ABORT_SECONDS", "soon"),
         ("TOP_PORT", "65536"),
         ("PROMETHEUS_PORT", "localhost:"),
     ],

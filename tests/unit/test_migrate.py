@@ -81,72 +81,56 @@ def test_a_script_for_keras(migrate):
     assert migrate(KERAS_AFTER)[:2] == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("import horovod.keras as hvd", "import keras_dist as hvd"),
-        ("import horovod.tensorflow as hvd", "import keras_dist.tensorflow as hvd"),
-        ("import os, horovod.torch as hvd", "import os, keras_dist.torch as hvd"),
-        ("from horovod import torch as hvd", "import keras_dist.torch as hvd"),
-        ("from horovod.tensorflow import keras as hvd", "import keras_dist as hvd"),
-        (
-            "from horovod import torch, tensorflow as tf, run",
-            "import keras_dist.torch as torch; import keras_dist.tensorflow as tf; "
-            "from keras_dist import run",
-        ),
-        ("from horovod import run, __version__", "from keras_dist import run, __version__"),
-        (
-            "from horovod.common import exceptions",
-            "import keras_dist.elastic as exceptions",
-        ),
-        ("from horovod.torch import init, rank", "from keras_dist.torch import init, rank"),
-        (
-            "from horovod.keras.callbacks import MetricAverageCallback",
-            "from keras_dist.callbacks import MetricAverageCallback",
-        ),
-        (
-            "import horovod.torch\nhorovod.torch.allreduce(x, average=True)",
-            "import keras_dist.torch\nkeras_dist.torch.allreduce(x, op=keras_dist.torch.Average)",
-        ),
-        ("import horovod.torch.elastic as e", "import keras_dist.elastic as e"),
-        (
-            "from horovod.common.exceptions import HorovodInternalError",
-            "from keras_dist.elastic import HorovodInternalError",
-        ),
-        ("from horovod.torch.mpi_ops import allreduce", "from keras_dist.torch import allreduce"),
-        ("from horovod.runner import run as start", "from keras_dist import run as start"),
-        ("from horovod import runner", "import keras_dist as runner"),
-        (
-            "from horovod.common.process_sets import ProcessSet",
-            "from keras_dist import ProcessSet",
-        ),
-        (
-            "from horovod.torch.optimizer import DistributedOptimizer",
-            "from keras_dist.torch import DistributedOptimizer",
-        ),
-        (
-            "from horovod.torch.sync_batch_norm import SyncBatchNorm",
-            "from keras_dist.torch import SyncBatchNorm",
-        ),
-        (
-            "from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization",
-            "from keras_dist.tensorflow import SyncBatchNormalization",
-        ),
-        (
-            "import horovod.tensorflow as hvd\nhvd.broadcast_variables(opt.variables(), 0)",
-            "import keras_dist.tensorflow as hvd\nhvd.broadcast_variables(opt.variables, 0)",
-        ),
-        ("import torch\r\nimport horovod.keras\r\n", "import torch\r\nimport keras_dist\r\n"),
-        (
-            "import horovod.torch as hvd\ntorch.cuda.set_device(hvd.local_rank())",
-            "import keras_dist.torch as hvd\n"
-            "# keras_dist: init has selected the GPU of this rank; this line can be removed.\n"
-            "torch.cuda.set_device(hvd.local_rank())",
-        ),
-    ],
-)
-def test_imports_and_what_follows_from_them(migrate, before, after):
-    assert migrate(before, "--write")[::3] == (0, after)
+# What a line becomes.
+LINES = """\
+import horovod.keras as hvd ==> import keras_dist as hvd
+import horovod.tensorflow as hvd ==> import keras_dist.tensorflow as hvd
+import os, horovod.torch as hvd ==> import os, keras_dist.torch as hvd
+import horovod.torch.elastic as e ==> import keras_dist.elastic as e
+from horovod import torch as hvd ==> import keras_dist.torch as hvd
+from horovod import run, __version__ ==> from keras_dist import run, __version__
+from horovod import runner ==> import keras_dist as runner
+from horovod.common import exceptions ==> import keras_dist.elastic as exceptions
+from horovod.common.exceptions import HorovodInternalError ==> \
+from keras_dist.elastic import HorovodInternalError
+from horovod.common.process_sets import ProcessSet ==> from keras_dist import ProcessSet
+from horovod.keras.callbacks import MetricAverageCallback ==> \
+from keras_dist.callbacks import MetricAverageCallback
+from horovod.runner import run as start ==> from keras_dist import run as start
+from horovod.tensorflow import keras as hvd ==> import keras_dist as hvd
+from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization ==> \
+from keras_dist.tensorflow import SyncBatchNormalization
+from horovod.torch import init, rank ==> from keras_dist.torch import init, rank
+from horovod.torch.mpi_ops import allreduce ==> from keras_dist.torch import allreduce
+from horovod.torch.optimizer import DistributedOptimizer ==> \
+from keras_dist.torch import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm ==> \
+from keras_dist.torch import SyncBatchNorm
+"""
+TEXTS = {
+    "from horovod import torch, tensorflow as tf, run": (
+        "import keras_dist.torch as torch; import keras_dist.tensorflow as tf; "
+        "from keras_dist import run"
+    ),
+    "import horovod.torch\nhorovod.torch.allreduce(x, average=True)": (
+        "import keras_dist.torch\nkeras_dist.torch.allreduce(x, op=keras_dist.torch.Average)"
+    ),
+    "import horovod.tensorflow as hvd\nhvd.broadcast_variables(opt.variables(), 0)": (
+        "import keras_dist.tensorflow as hvd\nhvd.broadcast_variables(opt.variables, 0)"
+    ),
+    "import torch\r\nimport horovod.keras\r\n": "import torch\r\nimport keras_dist\r\n",
+    "import horovod.torch as hvd\ntorch.cuda.set_device(hvd.local_rank())": (
+        "import keras_dist.torch as hvd\n"
+        "# keras_dist: init has selected the GPU of this rank; this line can be removed.\n"
+        "torch.cuda.set_device(hvd.local_rank())"
+    ),
+    **dict(line.split(" ==> ") for line in LINES.splitlines()),
+}
+
+
+@pytest.mark.parametrize("before", TEXTS)
+def test_imports_and_what_follows_from_them(migrate, before):
+    assert migrate(before, "--write")[::3] == (0, TEXTS[before])
 
 
 OLD = """\

@@ -1,6 +1,7 @@
 """`ReductionOptions`: values, and arguments that are rejected. On one rank."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -31,28 +32,21 @@ class Parameter:
     requires_grad = True
 
 
-class NoBackend:
-    """Replaces the backend, which parsing does not need."""
+def nothing(*args, **kwargs):
+    pass
 
-    name = "none"
 
-    def pin_device(*args):
-        pass
-
-    def gpu_number():
-        pass
-
-    def limit_threads(*args, **kwargs):
-        pass
-
-    def finish_calls():
-        pass
+# Replaces the backend, which parsing does not need.
+BACKEND = types.SimpleNamespace(
+    name="none",
+    **dict.fromkeys(["pin_device", "gpu_number", "limit_threads", "finish_calls"], nothing),
+)
 
 
 @pytest.fixture
 def parsed(monkeypatch):
     """`parse_reduction_options` with default op, set and compression, in a job of one rank."""
-    monkeypatch.setattr(_backends, "active", lambda: NoBackend)
+    monkeypatch.setattr(_backends, "active", lambda: BACKEND)
     was_initialized = runtime.is_initialized()
 
     def parse(op="average", process_set=None, compression="none", **others):
@@ -104,23 +98,25 @@ def test_the_key_depends_on_the_identity_of_variables():
     hash(keys[0])
 
 
+DEFAULTS = {
+    "op": ReduceOp.AVERAGE,
+    "process_set": None,
+    "sets": (),
+    "compression": Compression.none,
+    "predivide": 1.0,
+    "sparse_as_dense": False,
+    "groups": (),
+    "passes": 1,
+    "averages": False,
+    "scale_local": True,
+    "shard_state": False,
+    "local_steps": None,
+    "within": None,
+}
+
+
 def test_defaults(parsed):
-    for options in (ReductionOptions(), parsed()):
-        assert vars(options) == {
-            "op": ReduceOp.AVERAGE,
-            "process_set": None,
-            "sets": (),
-            "compression": Compression.none,
-            "predivide": 1.0,
-            "sparse_as_dense": False,
-            "groups": (),
-            "passes": 1,
-            "averages": False,
-            "scale_local": True,
-            "shard_state": False,
-            "local_steps": None,
-            "within": None,
-        }
+    assert vars(ReductionOptions()) == vars(parsed()) == DEFAULTS
 
 
 @pytest.mark.parametrize("op", [ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM])
@@ -170,19 +166,15 @@ def test_every_argument_sets_its_field(parsed):
         shard_state=1,
     )
     assert vars(options) == {
+        **DEFAULTS,
         "op": ReduceOp.SUM,
-        "process_set": None,
-        "sets": (),
         "compression": Compression.fp16,
-        "predivide": 1.0,
         "sparse_as_dense": True,
         "groups": ((variable,), ()),
         "passes": 3,
         "averages": True,
         "scale_local": False,
         "shard_state": True,
-        "local_steps": None,
-        "within": None,
     }
     flags = (options.sparse_as_dense, options.averages, options.scale_local, options.passes)
     assert [type(one) for one in flags] == [bool, bool, bool, int]
@@ -215,29 +207,18 @@ def test_only_average_sum_and_adasum_are_accepted(parsed):
         parsed("adasum", average_aggregated_gradients=True)
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [
-        (0, errors.ArgumentError),
-        (-1, errors.ArgumentError),
-        (1.0, errors.ArgumentTypeError),
-        ("1", errors.ArgumentTypeError),
-        (True, errors.ArgumentTypeError),
-        (None, errors.ArgumentTypeError),
-    ],
-)
-def test_passes_and_groups_are_positive_integers(number, kind):
-    received = repr(number) if kind is errors.ArgumentError else f"{number!r} of type"
+@pytest.mark.parametrize("number", [0, -1, 1.0, "1", True, None])
+def test_passes_and_groups_are_positive_integers(number):
+    is_integer = type(number) is int
+    kind = errors.ArgumentError if is_integer else errors.ArgumentTypeError
+    received = repr(number) if is_integer else f"{number!r} of type"
     with pytest.raises(kind, match=rf"\[here\] Expected .* to be 1 or more. Received: {received}"):
         parse_passes(number, "[here]")
     if number is not None:
         with pytest.raises(kind, match=rf"\[here\] Expected groups .* Received: {received}"):
             parse_groups(number, "[here]")
-
-
-def test_numbers_of_passes_and_groups_are_returned_as_int():
     for parse in (parse_passes, parse_groups):
-        assert [parse(number, "[here]") for number in (1, 2, np.int8(3))] == [1, 2, 3]
+        assert [parse(each, "[here]") for each in (1, 2, np.int8(3))] == [1, 2, 3]
         assert type(parse(np.int8(3), "[here]")) is int
 
 
