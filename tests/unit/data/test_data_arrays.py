@@ -3,12 +3,10 @@
 import gc
 import weakref
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_dist import errors
 from keras_dist.data.array_dataset import ArrayDataset
 from keras_dist.data.arrays import ArraySource
 from keras_dist.data.shard_options import ShardOptions
@@ -117,48 +115,3 @@ def test_batches_keep_their_order_when_keras_requests_another():
     following = part[0].tolist()
     assert following != expected[0]
     assert following == epoch_of(part)[0]
-
-
-def test_the_end_of_an_epoch_may_be_said_after_a_loop():
-    [part], [other] = (parts_of(np.arange(20), 1, batch_size=4) for _ in range(2))
-    assert epoch_of(part) == epoch_of(other)
-    part.on_epoch_end()
-    assert epoch_of(part) == epoch_of(other)
-
-
-# --- In Keras
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_fit_in_a_graph_takes_class_weights(form):
-    x, y = np.ones((10, 3), "float32"), np.arange(10) % 2
-    [part] = parts_of((x, y), 1, form, batch_size=4)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="softmax")])
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    history = model.fit(part, epochs=2, class_weight={0: 1.0, 1: 2.0}, verbose=0, shuffle=False)
-    assert np.isfinite(history.history["loss"]).all()
-    assert model.predict(part, verbose=0).shape == (10, 2)
-
-
-# --- Bad input
-
-
-@pytest.mark.parametrize(
-    ("data", "arguments", "error", "culprit"),
-    [
-        (np.arange(3), {}, errors.DataError, "at least 4 samples"),
-        ((np.arange(8), np.arange(9)), {}, errors.DataError, "data[0] 8, data[1] 9"),
-        ({"x": np.arange(8), "y": np.ones(())}, {}, errors.DataError, "data['y'] a scalar"),
-        ([], {}, errors.DataError, "no array"),
-        ((np.arange(8), [1, 2]), {}, errors.ArgumentTypeError, "data[1][0]"),
-        (np.arange(8), {"steps": 2}, errors.DataError, "steps=2"),
-        (np.arange(8), {"reader": len}, errors.ArgumentError, "reader"),
-        (np.arange(8), {"shuffle_buffer": 9}, errors.ArgumentError, "shuffle_buffer=9"),
-    ],
-)
-def test_bad_input_is_refused_on_every_rank(data, arguments, error, culprit):
-    for rank in range(4):
-        options = ShardOptions(**arguments, rank=rank, size=4, where=f"[rank {rank} of 4]")
-        with pytest.raises(error, match=rf"^\[rank {rank} of 4\] Expected .* Received: ") as caught:
-            ArraySource(data, options)
-        assert culprit in str(caught.value)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from keras_dist import data, errors, runtime
+from keras_dist import data, errors
 from keras_dist.data.partition import Spread
 from keras_dist.data.shard_source import Decoder, ShardOrder
 from keras_dist.data.tar_files import bytes_of, samples_of
@@ -69,15 +69,10 @@ def write(tmp_path):
     return write_files
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 @pytest.mark.parametrize("kind", ["npz", "parquet", "tar"])
-@pytest.mark.parametrize("damage", [cut, lambda path: path.unlink()])
-def test_a_damaged_file_is_named_or_skipped(kind, damage, write, caplog):
+def test_a_missing_file_is_named_or_skipped(kind, write, caplog):
     paths = write(kind, 11, 7, 13, 10)
-    damage(paths[1])
+    paths[1].unlink()
     with pytest.raises(
         errors.DataError, match=rf"^\[rank .*\] Expected .*{paths[1].name}"
     ) as caught:
@@ -238,10 +233,9 @@ def pairs_of(part):
 LABELS = {**dict.fromkeys(range(1, 10), 1), 10: 0, 11: 0, **dict.fromkeys(range(12, 17), 2)}
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_images_of_a_directory_come_once_with_sorted_classes(size, tree):
-    parts = on_ranks(size, lambda: image_part(tree))
-    assert [part.class_names for part in parts] == [["a", "b", "c"]] * size
+def test_images_of_a_directory_come_once_with_sorted_classes(tree):
+    parts = on_ranks(3, lambda: image_part(tree))
+    assert [part.class_names for part in parts] == [["a", "b", "c"]] * 3
     assert sorted(pair for part in parts for pair in pairs_of(part)) == sorted(LABELS.items())
 
 
@@ -280,6 +274,8 @@ def test_labels_have_the_form_of_keras(tree):
     assert image_part(tree, label_mode=None, shuffle=False)[0].shape == (4, 4, 6, 1)
     with pytest.raises(errors.DataError, match="two classes"):
         image_part(tree, label_mode="binary")
+    with pytest.raises(errors.ArgumentError, match=r"shuffle='global'.*Pass samples to shard\(\)"):
+        image_part(tree, own=True, shuffle="global")
 
 
 def test_a_dataframe_lists_images_with_classes_or_values(tree):
@@ -292,20 +288,6 @@ def test_a_dataframe_lists_images_with_classes_or_values(tree):
     assert pairs_of(part) == [(1, [0.5, 7.0]), (10, [1.5, 5.0]), (1, [2.5, 7.0])]
     with pytest.raises(errors.DataError, match="a column 'grade'"):
         image_part(frame, **options | {"y_col": "grade"})
-
-
-def test_ranks_with_own_images_number_classes_equally(tree):
-    mine = [tree / "one", tree / "two"]
-    for folder, names in zip(mine, ("ab", "c"), strict=True):
-        folder.mkdir()
-        for name in names:
-            (tree / name).rename(folder / name)
-    parts = on_ranks(2, lambda: image_part(mine[runtime.rank()], own=True))
-    assert [part.class_names for part in parts] == [["a", "b", "c"]] * 2
-    assert sorted(pair for part in parts for pair in pairs_of(part)) == sorted(LABELS.items())
-    assert len(parts[0]) == len(parts[1])
-    with pytest.raises(errors.ArgumentError, match=r"shuffle='global'.*Pass samples to shard\(\)"):
-        image_part(mine[0], own=True, shuffle="global")
 
 
 def test_damaged_images_are_named_or_skipped(tree, caplog, capsys):

@@ -169,6 +169,8 @@ def test_batches_are_dealt_out_in_equally_many_steps(total, size, remainder):
     taken |= set(range(deal.full, deal.full + deal.pooled))
     assert taken == set(range(total - total % size if remainder == "drop" else total))
     assert not (deal.pooled and deal.repeated)
+    # The pool has a batch for every rank whenever there are enough.
+    assert deal.pooled == 0 or size < deal.pooled < 2 * size or deal.pooled == total < size
 
 
 @pytest.mark.parametrize(
@@ -188,12 +190,6 @@ def test_batches_are_dealt_out_in_equally_many_steps(total, size, remainder):
 )
 def test_batches_for_three_ranks(total, remainder, expected):
     assert plan_round_robin(total, 3, remainder) == expected
-
-
-@given(st.integers(1, 100), st.sampled_from(SIZES))
-def test_the_pool_has_a_batch_for_every_rank_whenever_there_are_enough(total, size):
-    pooled = plan_round_robin(total, size, "uneven").pooled
-    assert pooled == 0 or size < pooled < 2 * size or pooled == total < size
 
 
 # --- Ranks with different numbers of elements
@@ -252,21 +248,12 @@ def ordered(way, rank, epoch=0, seed=SEED):
     return order_of(way, seed, TOTAL, plan_of(rank), epoch).tolist()
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_without_a_way_the_order_is_that_of_the_data(rank):
-    assert ordered(None, rank, 4) == list(range(rank, TOTAL, RANKS))
-
-
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_a_rank_has_the_order_of_its_plan(rank):
-    assert ordered("rank", rank, 4) == plan_of(rank).order(SEED, 4).tolist()
-
-
-def test_ranks_take_turns_in_a_global_order():
+def test_an_order_is_of_the_data_of_the_plan_or_of_all_ranks_in_turn():
     whole = np.random.default_rng([SEED, 4]).permutation(TOTAL).tolist()
-    assert [ordered("global", rank, 4) for rank in range(RANKS)] == [
-        whole[rank::RANKS] for rank in range(RANKS)
-    ]
+    for rank in range(RANKS):
+        assert ordered(None, rank, 4) == list(range(rank, TOTAL, RANKS))
+        assert ordered("rank", rank, 4) == plan_of(rank).order(SEED, 4).tolist()
+        assert ordered("global", rank, 4) == whole[rank::RANKS]
 
 
 def test_a_rank_draws_from_a_stream_of_its_own_for_each_epoch():

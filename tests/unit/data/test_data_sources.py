@@ -232,46 +232,7 @@ def test_each_rank_samples_independently(kind):
     assert run()[1] == second != run(1)[1]
 
 
-# --- Bad input
-
-
-@pytest.mark.parametrize(
-    ("made", "arguments", "error", "culprit"),
-    [
-        (PyBatches(5), {}, errors.DataError, "at least 4 batches"),
-        (Samples(3), {}, errors.DataError, "at least 4 samples"),
-        (Samples(0), {}, errors.DataError, "samples"),
-        (TorchSamples(3), {}, errors.DataError, "at least 4 samples"),
-        (lambda: iter(range(3)), {"batch_size": 1}, errors.DataError, "at least 4 samples"),
-        (lambda: 3, {}, errors.ArgumentTypeError, "return a generator"),
-        (iter(range(9)), {}, errors.DataError, "Pass steps"),
-        (lambda: iter([1]), {"shuffle": True}, errors.ArgumentError, "no shuffle"),
-        (lambda: iter([1]), {"draws": True}, errors.ArgumentError, "random access to samples"),
-        (PyBatches(90), {"batch_size": 3}, errors.ArgumentError, "no batch_size"),
-        (PyBatches(90), {"batched": False}, errors.ArgumentError, "batched=False"),
-        (pd.DataFrame({"a": ["x"] * 9, "b": 1}), {}, errors.ArgumentTypeError, "dict(frame)"),
-        (np.arange(9), {"global_batch_size": 6}, errors.ArgumentError, "multiple of 4"),
-        (
-            np.arange(9),
-            {"global_batch_size": 8, "batch_size": 3},
-            errors.ArgumentError,
-            "one of the two",
-        ),
-        (
-            torch.utils.data.DataLoader(
-                TorchSamples(9), sampler=torch.utils.data.WeightedRandomSampler([1] * 9, 9)
-            ),
-            {},
-            errors.ArgumentError,
-            "WeightedRandomSampler",
-        ),
-        (["a"] * 4, {"reader": len, "shuffle": "global"}, errors.ArgumentError, "reader(files)"),
-    ],
-)
-def test_bad_input_is_refused(made, arguments, error, culprit):
-    with pytest.raises(error, match=r"^\[rank 0 of 4\] Expected .* Received: ") as caught:
-        list(sources_of(made, 4, **arguments))
-    assert culprit in str(caught.value)
+# --- Ends and counts
 
 
 def test_a_stream_that_ends_early_is_an_error():

@@ -1,4 +1,4 @@
-"""Sharded tf.data pipelines of samples and of batches, for any number of ranks."""
+"""Sharded tf.data pipelines of samples, batches and files, for any number of ranks."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,8 @@ import tensorflow as tf
 
 from keras_dist import errors
 from keras_dist.data import tf_order
+from keras_dist.data.files import are_files, source_of_files
+from keras_dist.data.record_files import tfrecord
 from keras_dist.data.shard_options import ShardOptions
 from keras_dist.data.tf_dataset import TfSource
 
@@ -18,15 +20,10 @@ def options_of(rank, size, arguments):
     return ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
 
 
-def parts_of(dataset, size, **arguments):
-    """The shards of the ranks of a job."""
-    sources = [TfSource(dataset, options_of(rank, size, arguments)) for rank in range(size)]
-    return [source.part([other.held for other in sources]) for source in sources]
-
-
-def parts_of_own(make, size, **arguments):
-    """The shards of the ranks, each of a pipeline of its own, as in separate processes."""
-    sources = [TfSource(make(), options_of(rank, size, arguments)) for rank in range(size)]
+def parts_of(data, size, **arguments):
+    """The shards of the ranks of a job; a function makes a pipeline for each, as in processes."""
+    made = [data() if callable(data) else data for _ in range(size)]
+    sources = [TfSource(one, options_of(rank, size, arguments)) for rank, one in enumerate(made)]
     return [source.part([other.held for other in sources]) for source in sources]
 
 
@@ -116,7 +113,7 @@ def test_a_seeded_shuffle_upstream_stays_in_step_over_epochs(remainder, batched)
         dataset = numbers(22).shuffle(22, seed=5)
         return dataset.batch(2) if batched else dataset
 
-    parts = parts_of_own(make, 4, remainder=remainder, batch_size=None if batched else 2)
+    parts = parts_of(make, 4, remainder=remainder, batch_size=None if batched else 2)
     for _ in range(3):
         samples = flat([epoch_of(part) for part in parts])
         if remainder == "pad":
@@ -150,38 +147,7 @@ def test_data_that_ends_before_its_steps_says_so():
                 epoch_of(part)
 
 
-# --- Bad input
-
-
-def filtered(_):
-    return True
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "error", "culprit"),
-    [
-        (lambda: numbers(3), {"batch_size": 2}, errors.DataError, "at least 4 samples"),
-        (lambda: numbers(0), {"batch_size": 2}, errors.DataError, "at least 4 samples"),
-        (lambda: numbers(0).batch(2), {}, errors.DataError, "at least 4 batches"),
-        (lambda: numbers(3).batch(2), {}, errors.DataError, "at least 4 samples"),
-        (lambda: numbers(6).batch(2), {"remainder": "drop"}, errors.DataError, "4 batches"),
-        (lambda: numbers(9).repeat(), {"batch_size": 2}, errors.DataError, ".repeat()"),
-        (lambda: numbers(9).repeat().batch(2), {}, errors.DataError, ".repeat()"),
-        (lambda: numbers(9).filter(filtered), {"batch_size": 2}, errors.DataError, "Pass steps"),
-        (lambda: numbers(9).batch(2).filter(filtered), {}, errors.DataError, "assert_card"),
-        (lambda: numbers(9), {}, errors.DataError, "Pass batch_size"),
-        (lambda: numbers(9), {"batch_size": 2, "steps": 2}, errors.DataError, "steps=2"),
-        (lambda: numbers(9).batch(1), {"steps": 3}, errors.DataError, "steps=3"),
-        (lambda: numbers(9).batch(1), {"shuffle": True}, errors.ArgumentError, "no shuffle"),
-        (lambda: numbers(9), {"batch_size": 2, "reader": len}, errors.ArgumentError, "reader"),
-    ],
-)
-def test_bad_input_is_refused_on_every_rank(make, arguments, error, culprit):
-    for rank in range(4):
-        place = rf"^\[rank {rank} of 4\] Expected .* Received: "
-        with pytest.raises(error, match=place) as caught:
-            TfSource(make(), options_of(rank, 4, arguments))
-        assert culprit in str(caught.value)
+# --- Orders
 
 
 def racing_map(dataset):
@@ -257,3 +223,88 @@ def test_a_pipeline_that_may_be_unordered_is_ordered():
     options.deterministic = False
     [part, _] = parts_of(numbers(9).with_options(options), 2, batch_size=2)
     assert part.options().deterministic is True
+
+
+# --- Files
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Returns a function that writes files of the given numbers of lines, numbered across files."""
+
+    def write_files(*lengths):
+        numbers = iter(range(sum(lengths)))
+        paths = [tmp_path / f"{index}.txt" for index in range(len(lengths))]
+        for path, length in zip(paths, lengths, strict=True):
+            path.write_text("".join(f"{next(numbers)}\n" for _ in range(length)))
+        return paths
+
+    return write_files
+
+
+@pytest.mark.parametrize("lengths", [(20, 9, 8), (40,)])
+def test_with_steps_nothing_is_counted(lengths, write):
+    reads = []
+
+    def counting_reader(names):
+        def noted(line):
+            reads.append(line)
+            return line
+
+        dataset = tf.data.TextLineDataset(names)
+        return dataset.map(lambda line: tf.numpy_function(noted, [line], tf.string))
+
+    sources = [
+        source_of_files(
+            write(*lengths),
+            options_of(rank, 2, {"batch_size": 2, "reader": counting_reader, "steps": 4}),
+        )
+        for rank in range(2)
+    ]
+    assert not reads
+    for source in sources:
+        part = source.part([other.held for other in sources])
+        assert [len(batch) for batch in part.as_numpy_iterator()] == [2] * 4
+
+
+def test_a_known_number_of_elements_is_not_counted(write):
+    def known(names):
+        dataset = tf.data.Dataset.from_tensor_slices(names)
+        return dataset.map(lambda name: tf.py_function(pytest.fail, [name], tf.string))
+
+    source = source_of_files(write(1, 1, 1), options_of(0, 2, {"reader": known}))
+    assert source.held[0] == 2
+
+
+def test_without_a_reader_each_rank_has_its_names(write):
+    paths = write(1, 1, 1, 1, 1)
+    parts = [source_of_files(paths, options_of(rank, 2, {})).part([]) for rank in range(2)]
+    assert parts == [[str(path) for path in paths[rank::2]] for rank in range(2)]
+
+
+def test_what_counts_as_files(tmp_path):
+    assert are_files([tmp_path, "a"])
+    assert are_files(("a", "b"))
+    assert not are_files([])
+    assert not are_files("a")
+    assert not are_files(["a", np.arange(3)])
+    assert not are_files(np.array(["a"]))
+
+
+def test_facts_distinguish_files_and_their_order():
+    def facts(*names):
+        return [f.value for f in source_of_files(names, options_of(0, 2, {})).facts]
+
+    assert facts("/one/a", "/one/b") == facts("/two/a", "/two/b")
+    assert facts("a", "b") != facts("b", "a")
+    assert facts("a", "b") != facts("a", "b", "c")
+
+
+def test_a_file_of_records_that_is_listed_twice_is_read_twice(tmp_path):
+    path = str(tmp_path / "0.tfrecord")
+    with tf.io.TFRecordWriter(path) as file:
+        for number in range(3):
+            file.write(str(number).encode())
+    for names in ([path, path], [path]):
+        part = tfrecord(names, tf.strings.to_number, batch_size=2, shuffle=False)
+        assert flat([epoch_of(part)]) == sorted([0, 1, 2] * len(names))
