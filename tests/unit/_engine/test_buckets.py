@@ -22,43 +22,26 @@ shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 specs = st.lists(st.tuples(shapes, dtypes), max_size=30)
 
 
-@given(specs, st.integers(1, 4096))
-def test_every_array_has_one_slot_and_slots_do_not_overlap(specs, bucket_nbytes):
-    buckets = plan_buckets(specs, bucket_nbytes)
-    placed = [slot.index for bucket in buckets for slot in bucket.slots]
-    assert sorted(placed) == list(range(len(specs)))
-    for bucket in buckets:
-        end = 0
-        for slot in bucket.slots:
-            assert (slot.shape, bucket.dtype) == specs[slot.index]
-            assert slot.offset >= end
-            assert slot.offset * bucket.dtype.itemsize % ALIGNMENT == 0
-            end = slot.offset + slot.count
-        assert bucket.count == end
-
-
-@given(specs, st.integers(1, 4096))
-def test_a_bucket_is_closed_once_it_is_large_enough(specs, bucket_nbytes):
-    for bucket in plan_buckets(specs, bucket_nbytes):
-        *others, last = bucket.slots
-        assert all((s.offset + s.count) * bucket.dtype.itemsize < bucket_nbytes for s in others)
-        assert last.offset * bucket.dtype.itemsize <= bucket_nbytes + ALIGNMENT
-
-
-@given(specs, st.integers(1, 4096), st.integers(1, 4096))
-def test_the_first_bucket_may_be_smaller_and_changes_no_other_rule(specs, bucket_nbytes, first):
-    for number, bucket in enumerate(plan_buckets(specs, bucket_nbytes, first)):
-        limit = min(bucket_nbytes, first) if number == 0 else bucket_nbytes
-        *others, _ = bucket.slots
-        assert all((s.offset + s.count) * bucket.dtype.itemsize < limit for s in others)
-
-
-@given(specs, st.integers(1, 4096))
-def test_unpack_returns_what_was_packed(specs, bucket_nbytes):
+@given(specs, st.integers(1, 4096), st.none() | st.integers(1, 4096))
+def test_every_array_has_one_slot_of_buckets_that_are_closed_in_time(specs, nbytes, first):
     arrays = [
         np.random.default_rng(0).integers(0, 2, shape).astype(dtype) for shape, dtype in specs
     ]
-    for bucket in plan_buckets(specs, bucket_nbytes):
+    buckets = plan_buckets(specs, nbytes, first)
+    placed = [slot.index for bucket in buckets for slot in bucket.slots]
+    assert sorted(placed) == list(range(len(specs)))
+    for number, bucket in enumerate(buckets):
+        end, itemsize = 0, bucket.dtype.itemsize
+        for slot in bucket.slots:
+            assert (slot.shape, bucket.dtype) == specs[slot.index]
+            assert slot.offset >= end
+            assert slot.offset * itemsize % ALIGNMENT == 0
+            end = slot.offset + slot.count
+        assert bucket.count == end
+        limit = nbytes if number or first is None else min(nbytes, first)
+        *others, last = bucket.slots
+        assert all((slot.offset + slot.count) * itemsize < limit for slot in others)
+        assert last.offset * itemsize <= limit + ALIGNMENT
         members = [arrays[slot.index] for slot in bucket.slots]
         for array, unpacked in zip(members, bucket.unpack(bucket.pack(members)), strict=True):
             np.testing.assert_array_equal(array, unpacked)

@@ -16,23 +16,9 @@ from keras_dist._engine.mpi.topology import Links
 from keras_dist._engine.shm import bucket_reduction
 
 # The node of each rank.
-LAYOUTS = [
-    [0, 0],
-    [0, 1],
-    [0, 0, 0],
-    [0, 0, 1],
-    [0, 1, 2],
-    [0, 0, 0, 0],
-    [0, 1, 0, 1],
-    [0, 1, 1, 1],
-    [0, 1, 2, 3],
-    [0, 0, 1, 1, 2],
-    [0, 1, 2, 3, 4],
-    [0, 0, 1, 1, 2, 2],
-    [0, 0, 0, 1, 2, 2, 1],
-    [0, 1, 2, 3, 4, 5, 6],
-    [0, 1, 2, 3, 0, 1, 2, 3],
-]
+TWO_TO_FOUR = "00 01 000 001 012 0000 0101 0111 0123"
+MORE = "00112 01234 001122 0001221 0123456 01230123"
+LAYOUTS = [[*map(int, nodes)] for nodes in f"{TWO_TO_FOUR} {MORE}".split()]
 SEVERAL_NODES = [nodes for nodes in LAYOUTS if max(nodes) > 0]
 # Small jobs take least time, and have as many ways.
 CASES = [(nodes, n) for nodes in LAYOUTS for n in range(conformance.COUNT or 24 // len(nodes))]

@@ -50,7 +50,7 @@ def compare(rank, count, digest=DIGEST, same=True, row=row_of):
 
 @pytest.mark.parametrize("count", [*COUNTS, LARGE])
 @pytest.mark.parametrize("size", SIZES)
-def test_numbers_arrive_in_the_order_of_the_rounds(size, count):
+def test_numbers_arrive_in_the_order_of_the_rounds_in_few_messages(size, count):
     expected = added(*combine_rows([row_of(r, count) for r in range(size)], added))
     expected /= np.float32(size) if size & (size - 1) else 1
     expected *= np.float32(1 if size & (size - 1) else 1 / size)
@@ -59,6 +59,9 @@ def test_numbers_arrive_in_the_order_of_the_rounds(size, count):
         assert same and arrived
         assert result.tobytes() == expected.tobytes()
     assert network.is_empty
+    # Two messages for each doubling of the number of nodes, and one for the halves.
+    has_halves = 4 * count > MAX_PAYLOAD_NBYTES
+    assert max(network.messages) <= 2 * (size - 1).bit_length() + has_halves
 
 
 @pytest.mark.parametrize("nan", [np.nan, -np.nan])
@@ -70,15 +73,6 @@ def test_the_sign_of_nan_is_equal_on_all_ranks(size, count, nan):
 
     answers = Network(size).run(lambda rank: compare(rank, count, row=row))
     assert len({result.tobytes() for _, _, result in answers}) == 1
-
-
-@pytest.mark.parametrize("count", [*COUNTS, LARGE])
-@pytest.mark.parametrize("size", SIZES)
-def test_a_node_sends_two_messages_for_each_doubling_and_one_for_halves(size, count):
-    network = Network(size)
-    network.run(lambda rank: compare(rank, count))
-    has_halves = 4 * count > MAX_PAYLOAD_NBYTES
-    assert max(network.messages) <= 2 * (size - 1).bit_length() + has_halves
 
 
 # What the other rank brings: its digest, whether its node agrees, and its number of elements.
