@@ -1,12 +1,15 @@
-"""Errors: their messages, and what else they are made of."""
+"""Errors: their messages, what else they are made of, and those of what has been removed."""
 
+import argparse
 import copy
 import errno
 import pickle
 
 import pytest
 
+import keras_dist
 from keras_dist import errors
+from keras_dist.launch.cli import bench
 
 FOUR = ("[here]", "a number", "none", "Pass one.")
 SAID = "[here] Expected a number. Received: none. Pass one."
@@ -26,3 +29,26 @@ def test_other_arguments_stay():
 
     assert Own(3, "text").args == (3, "text")
     assert errors.CheckpointError(errno.ENOSPC, "no space", "file").errno == errno.ENOSPC
+
+
+REMOVED = {
+    "Pipeline": (lambda: keras_dist.Pipeline, AttributeError, "send and recv"),
+    "share_out": (
+        lambda: keras_dist.callbacks(share_out="at once"),
+        errors.ArgumentError,
+        "next epoch",
+    ),
+    "keras-dist bench --model": (
+        lambda: bench._bench(argparse.Namespace(model="model.keras", batch_size=None)),
+        errors.ArgumentError,
+        "Pass --parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_the_error_says_what_to_use(name):
+    use, error, instead = REMOVED[name]
+    with pytest.raises(error, match=instead):
+        use()
+    assert not hasattr(keras_dist, "Pipeline")

@@ -28,18 +28,17 @@ def enter(tmp_path):
     return call
 
 
-def test_a_connection_that_ends_by_its_command_is_not_noted(enter):
-    assert enter("exit 0") == (0, {}, "")
-    assert enter("exit 3") == (3, {}, "")
-
-
-def test_a_connection_that_breaks_is_noted(enter):
-    assert enter("exit 255") == (255, {"host1": 255}, "")
-
-
-def test_an_ssh_that_is_killed_is_noted(enter):
-    code, notes, _ = enter("kill -KILL $$")
-    assert (code, notes) == (128 + 9, {"host1": -9})
+@pytest.mark.parametrize(
+    ("ssh", "code", "noted"),
+    [
+        ("exit 0", 0, {}),
+        ("exit 3", 3, {}),  # by its command
+        ("exit 255", 255, {"host1": 255}),
+        ("kill -KILL $$", 128 + 9, {"host1": -9}),
+    ],
+)
+def test_a_connection_that_breaks_is_noted(enter, ssh, code, noted):
+    assert enter(ssh) == (code, noted, "")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from start_jobs import wait_for
 
-from keras_dist.launch.channel import Channel, connected
 from keras_dist.launch.cli import command, standby
 
 HERE = str(Path(__file__))
@@ -79,14 +78,6 @@ def test_other_restarts_are_ordinary_starts(ready, capfd, case):
     assert made.take(wanted, environment) is None
     if case != "none is started":
         assert capfd.readouterr().out.endswith("None\n")  # the process has ended
-
-
-def test_a_stranger_is_no_rank(ready):
-    made, command, environment = ready()
-    address = environment["KERAS_DIST_STANDBY_SERVER"].split("@")[1]
-    channel = Channel(connected(address, 5))
-    assert not channel.introduce("another token", {"rank": 0, "size": 1, "restart": 1})
-    assert made.take(command, environment) is not None
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,6 @@ def test_a_report_is_a_line_of_json_that_any_reader_takes():
     assert Report.from_fields({**json.loads(line), "new": 1}).rank == 1
 
 
-def test_gpus_are_those_that_cuda_sees():
-    uuids = ["GPU-aa", "GPU-ab", "GPU-b"]
-
-    def seen(text):
-        return gpu.visible(3, uuids, {"CUDA_VISIBLE_DEVICES": text})
-
-    assert gpu.visible(3, uuids, {}) == [0, 1, 2]
-    assert (seen("2,0"), seen(""), seen("GPU-b,1"), seen("1,7,0")) == ([2, 0], [], [2, 1], [1])
-
-
 # --- The server, and strangers
 
 
@@ -116,27 +106,6 @@ def get(url, **headers):
         return error.code, str(error.headers), error.read().decode()
 
 
-def test_prometheus_brings_a_token_in_a_header_or_a_parameter(endpoint):
-    quoted = urllib.parse.quote(TOKEN)
-    for url, headers in [
-        (f"{endpoint}/metrics", {"Authorization": f"Bearer {TOKEN}"}),
-        (f"{endpoint}/metrics", {"Authorization": f"bearer  {TOKEN} "}),
-        (f"{endpoint}/metrics?token={quoted}", {}),
-    ]:
-        status, _, body = get(url, **headers)
-        assert status == 200 and 'keras_dist_ranks{job_name="train.py",pid="' in body
-    assert get(f"{endpoint}/other?token={quoted}")[0] == 404
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
-def test_requests_only_read(endpoint, method):
-    asked = urllib.request.Request(
-        f"{endpoint}/job", method=method, headers={"Authorization": f"Bearer {TOKEN}"}
-    )
-    with pytest.raises(urllib.error.HTTPError, match="501"):
-        urllib.request.urlopen(asked, timeout=20)
-
-
 def test_figures_of_jobs_with_one_name_are_series_of_their_own():
     jobs = [
         dataclasses.replace(a_job(), pid=pid, started=started) for pid, started in [(8, 2), (7, 1)]
@@ -150,16 +119,29 @@ def test_figures_of_jobs_with_one_name_are_series_of_their_own():
     ]
 
 
-def test_one_port_has_the_page_the_job_and_its_figures(endpoint):
+def test_one_port_has_the_page_the_job_and_its_figures_to_read(endpoint):
     token = urllib.parse.quote(TOKEN)
     status, said, page = get(f"{endpoint}/?token={token}")
     assert status == 200 and "<title>keras-dist top</title>" in page
     assert "Content-Security-Policy: default-src 'none'" in said
     status, said, line = get(f"{endpoint}/job?token={token}")
     assert status == 200 and "no-store" in said and json.loads(line)["job"] == "train.py"
+    # Prometheus brings a token in a header or a parameter.
+    header = {"Authorization": f"Bearer {TOKEN}"}
+    for query, headers in [
+        ("", header),
+        ("", {"Authorization": f"bearer  {TOKEN} "}),
+        (f"?token={token}", {}),
+    ]:
+        status, _, body = get(f"{endpoint}/metrics{query}", **headers)
+        assert status == 200 and 'keras_dist_ranks{job_name="train.py",pid="' in body
+    assert get(f"{endpoint}/other?token={token}")[0] == 404
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        asked = urllib.request.Request(f"{endpoint}/job", method=method, headers=header)
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(asked, timeout=20)
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/job", "/", "/other"])
 @pytest.mark.parametrize(
     ("query", "authorization"),
     [
@@ -172,12 +154,13 @@ def test_one_port_has_the_page_the_job_and_its_figures(endpoint):
         ("", f"Basic {TOKEN}"),
     ],
 )
-def test_a_stranger_learns_nothing(endpoint, path, query, authorization):
+def test_a_stranger_learns_nothing(endpoint, query, authorization):
     headers = {} if authorization is None else {"Authorization": authorization}
-    status, said, body = get(endpoint + path + query, **headers)
-    assert (status, body) == (401, "A token is required.\n")
-    assert "WWW-Authenticate: Bearer" in said and "Server: HTTP\n" in said
-    assert not [word for word in ("keras", "Python", "train", "node") if word in said + body]
+    for path in ("/metrics", "/job", "/", "/other"):
+        status, said, body = get(endpoint + path + query, **headers)
+        assert (status, body) == (401, "A token is required.\n")
+        assert "WWW-Authenticate: Bearer" in said and "Server: HTTP\n" in said
+        assert not [word for word in ("keras", "Python", "train", "node") if word in said + body]
 
 
 def test_a_request_that_comes_byte_by_byte_is_broken_off(endpoint, free_port, monkeypatch):
@@ -262,16 +245,11 @@ def test_a_token_of_another_user_is_refused(tmp_path):
         token_in(tmp_path / "token")
 
 
-def test_requests_over_http_are_so_many_and_no_more(free_port):
-    endpoint = Server(lambda: [a_job()], ("127.0.0.1", free_port), TOKEN)
-    try:
-        with crowd(free_port, 20) as (strangers, threads):
-            assert threads == 16
-            assert [one.recv(1) for one in strangers[16:]] == [b""] * 4
-        url = f"http://127.0.0.1:{free_port}/metrics"
-        assert "keras_dist_ranks" in get(url, Authorization=f"Bearer {TOKEN}")[2]
-    finally:
-        endpoint.close()
+def test_requests_over_http_are_so_many_and_no_more(endpoint, free_port):
+    with crowd(free_port, 20) as (strangers, threads):
+        assert threads == 16
+        assert [one.recv(1) for one in strangers[16:]] == [b""] * 4
+    assert "keras_dist_ranks" in get(f"{endpoint}/metrics", Authorization=f"Bearer {TOKEN}")[2]
 
 
 def test_what_a_request_raises_is_logged_and_a_connection_that_ends_is_not(free_port, caplog):
