@@ -205,7 +205,7 @@ class Table:
         self._rows |= {row: test for row, test in self._skipped.items() if row in found}
         head, _, tail = re.split(f"{BEGIN}|{END}", found)
         rows = sorted(self._rows, key=lambda row: (self._rows[row].partition("::")[0], row))
-        title = f"{len(rows)} faults, each with a test of its own:\n\n"
+        title = f"{len(rows)} faults, each with its test:\n\n"
         header = "| fault | what happens | within | tested by |\n|---|---|---|---|\n"
         wanted = f"{head}{BEGIN}{title}{header}{''.join(rows)}{END}{tail}"
         if self._wish == "write":

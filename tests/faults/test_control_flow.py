@@ -7,12 +7,6 @@ from test_raises import assert_told_once
 NAMED = "an error on every rank that names the argument, its values and the remedy"
 
 
-@pytest.fixture
-def fit(fit_job):
-    """`fit_job` with a fault in `fit`."""
-    return lambda name: fit_job("fit_faults.py", name)
-
-
 @pytest.mark.fault("`epochs` or `initial_epoch` of `fit` differ", NAMED, within=5)
 @pytest.mark.fault(
     "`validation_data` on only one rank, or another `validation_freq`", NAMED, within=5
@@ -24,12 +18,17 @@ def fit(fit_job):
     within=5,
 )
 @pytest.mark.fault(
+    "`stop_training` set on one rank, by a callback after those of `keras_dist.callbacks()`",
+    "all ranks stop after the same epoch",
+    within=5,
+)
+@pytest.mark.fault(
     "`fit` with `keras_dist.callbacks()` on one rank, without on another",
     "an error on every rank that names the rank",
     within=20,  # this rank compiles its step first
 )
-def test_different_arguments_of_fit(fit):
-    ended = fit("different_arguments")
+def test_different_arguments_of_fit(fit_job):
+    ended = fit_job("fit_faults.py", "different_arguments")
     for rank in range(2):
         for name, expected, received in [
             ("epochs", 2, 3),
@@ -51,32 +50,12 @@ def test_different_arguments_of_fit(fit):
     assert_all_told(ended, 2, told)
 
 
-@pytest.mark.short
-@pytest.mark.fault(
-    "`stop_training` set on one rank, by a callback after those of `keras_dist.callbacks()`",
-    "all ranks stop after the same epoch",
-    within=5,
-)
-def test_a_stop_set_on_one_rank(fit):
-    fit("stopped_on_one_rank").succeeded()
-
-
 @pytest.mark.fault(
     "KeyboardInterrupt in `fit` on one rank",
     "the traceback once, marked with the rank; all ranks end, exit code 130",
     within=5,
 )
-def test_an_interrupt_in_fit(fit):
-    ended = fit("interrupted")
+def test_an_interrupt_in_fit(fit_job):
+    ended = fit_job("fit_faults.py", "interrupted")
     assert_told_once(ended, 1, "KeyboardInterrupt")
     assert ended.returncode == 130
-
-
-@pytest.mark.fault(
-    "KeyboardInterrupt in `fit` on one rank, caught by its script",
-    "an error on every rank when that rank ends",
-    within=5,
-)
-def test_an_interrupt_that_is_caught(fit):
-    printed = fit("interrupted_and_caught").failed()
-    assert "Received: the end of the script. Rank 0 is in fit, epoch 3, rank 1 after" in printed

@@ -35,9 +35,12 @@ CALLS = {
 @pytest.mark.fault(
     "a rank calls with another operation, shape, dtype, name or root", ENDS, within=5
 )
-@pytest.mark.parametrize("case", CALLS)
-def test_a_different_call(job, case):
-    assert_all_told(job(2, "calls.py", "different", case), 2, CALLS[case])
+def test_a_different_call(job):
+    ended = job(2, "calls.py", "different")
+    for case, message in CALLS.items():
+        told = [line for line in ended.stdout.splitlines() if line.startswith(f"{case}: ")]
+        assert len(told) == 2 and all(message in line for line in told), ended.stdout
+    assert_all_told(ended, 2, CALLS["another operation"])
 
 
 @pytest.mark.short
@@ -64,9 +67,9 @@ LEFT = (
 
 @pytest.mark.short
 @pytest.mark.fault("a rank ends its script, or calls `sys.exit`, while others wait", ENDS, within=5)
-@pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "raise SystemExit(3)"])
-def test_a_rank_that_ends_early(job, ending):
-    printed = job(2, "calls.py", "end_early", ending).failed()
+@pytest.mark.parametrize("code", ["0", "3"])
+def test_a_rank_that_ends_early(job, code):
+    printed = job(2, "calls.py", "end_early", code).failed()
     assert LEFT in printed
 
 
@@ -92,6 +95,11 @@ def test_a_rank_that_ends_while_others_call_on_a_process_set(job, reduce):
     within=5,
 )
 @pytest.mark.fault("a rank is in `fit` when another has left training", ENDS, within=5)
+@pytest.mark.fault(
+    "KeyboardInterrupt in `fit` on one rank, caught by its script",
+    "an error on every rank when that rank ends",
+    within=5,
+)
 def test_a_rank_in_evaluate_or_after_training_is_named_as_such(job):
     periods = {"KERAS_DIST_STALL_SECONDS": "1", "KERAS_DIST_STALL_ABORT_SECONDS": "0"}
     printed = job(
@@ -103,7 +111,7 @@ def test_a_rank_in_evaluate_or_after_training_is_named_as_such(job):
     there = re.compile(r"Rank 1 \(pid \d+ on .*\), in evaluate within fit, epoch 2:")
     assert any(there.fullmatch(line) for line in lines)
     assert ", in on_test_begin" in printed
-    assert "Received: the end of the script. Rank 0 is in fit, rank 1 after fit. " in printed
+    assert "Received: the end of the script. Rank 0 is in fit, epoch 3, rank 1 after" in printed
 
 
 @pytest.mark.fault(
@@ -142,26 +150,17 @@ def test_an_invalid_argument_on_one_rank(job, face):
     assert printed.count("in step") == 2
 
 
-RECEIVED = {
-    "numpy": "numpy 1.0",
-    "keras_dist": "keras_dist 0.1",
-    "keras_dist with other settings": "keras_dist 0.1",
-    "Python": "Python 3.9",
-    "MPI": "MPI MPICH 1.0",
-}
-
-
 @pytest.mark.fault("a host has another version of keras_dist, Python, MPI or numpy", ENDS, within=5)
-@pytest.mark.parametrize("case", RECEIVED)
-def test_another_version(job, case):
-    name = case.split()[0]
-    printed = job(2, "calls.py", "versions", case).failed()
-    found = re.findall(
-        rf"\[rank 1 of 2\] Expected {name} [^,]+ as on rank 0 \(on \S+\)\. "
-        rf"Received: {re.escape(RECEIVED[case])} \(on \S+\)\. Install the same versions",
-        printed,
-    )
-    assert len(found) >= 2, printed
+def test_another_version(job):
+    printed = job(2, "calls.py", "versions").failed()
+    # The second one of keras_dist has other settings as well.
+    for other in "numpy 1.0", "keras_dist 0.1", "Python 3.9", "MPI MPICH 1.0":
+        told = (
+            rf"\[rank 1 of 2\] Expected {other.split()[0]} [^,]+ as on rank 0 \(on \S+\)\. "
+            rf"Received: {re.escape(other)} \(on \S+\)\. Install the same versions"
+        )
+        expected = 4 if "keras_dist" in other else 2
+        assert len(re.findall(told, printed)) == expected, printed
 
 
 @pytest.mark.fault(
@@ -170,7 +169,7 @@ def test_another_version(job, case):
     within=5,
 )
 def test_another_clock(job):
-    printed = job(2, "calls.py", "versions", "clock").succeeded()
+    printed = job(2, "calls.py", "clock").succeeded()
     assert printed.count("has joined") == 2
     message = (
         r"Expected clocks of all hosts within 60 s of that of \S+\. Received: \+\d+ s on \S+\. "

@@ -107,9 +107,17 @@ def test_a_callback_raises(fit_job):
     assert_told_once(ended, 1, "broken on purpose")
 
 
+@pytest.mark.fault(
+    "`fit` with a backup trains on data whose order a resumed run cannot restore",
+    "one warning before the first step names the data and the remedy",
+    within=60,
+)
 @pytest.mark.fault("a generator of data raises in `fit`", ENDS, within=5)
 def test_a_generator_raises(fit_job):
     ended = fit_job("fit_faults.py", "generator_raises")
+    told, _, after = ended.stdout.partition("first step")
+    assert told.count("a backup does not keep a generator, which is read from the start") == 1
+    assert "keras_dist.data.shard(...)" in told and "a backup does not keep" not in after
     assert_told_once(ended, 1, "broken on purpose")
 
 

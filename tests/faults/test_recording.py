@@ -1,4 +1,4 @@
-"""Timelines of jobs that fail or are restarted."""
+"""Timelines of jobs that fail or are restarted, and other users who watch a job."""
 
 import pytest
 import traces
@@ -51,3 +51,14 @@ def test_ranks_that_go_on_without_another_end_their_timeline(go_on, tmp_path):
     assert ended == {0: True, 1: False, 2: True}
     for rank in (0, 2):
         assert len(traces.bars(trace, "allreduce 'gradients'", rank)) == 20
+
+
+@pytest.mark.fault(
+    "another user of the node sends a request to the port for Prometheus",
+    "401 without the token, which only the owner of the job can read",
+    within=10,
+)
+def test_a_stranger_asks_at_the_port(job, tmp_path, free_port):
+    where = {"KERAS_DIST_PROMETHEUS_PORT": free_port, "XDG_RUNTIME_DIR": tmp_path}
+    ended = job(2, "observed.py", "asked_by_a_stranger", **where)
+    ended.succeeded("refused: 401 b'A token is required.\\n'")

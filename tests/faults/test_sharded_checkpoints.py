@@ -19,31 +19,26 @@ def test_writers_are_killed(job, tmp_path):
     "training continues; the root names rank and file once each time, and earlier generations stay",
     within=60,
 )
-def test_no_room_and_a_stale_handle(fit_job):
-    # A file size limit fails writes as a full disk does, and needs no privileges.
-    printed = fit_job("sharded_checkpoints.py", "no_room_and_a_stale_handle").succeeded()
-    lines = [line for line in printed.splitlines() if "Training continues" in line]
-    assert len(lines) == 3 and all("[rank 0 of 2]" in line for line in lines)
-    for line, words in zip(
-        lines,
-        (
-            ("rank 1 to write its part", "File too large", "folder/00000002/"),
-            ("rank 1 to write its part", "Stale file handle", "folder/00000003/"),
-            ("to write the manifest", "Stale file handle", ".json"),
-        ),
-        strict=True,
-    ):
-        assert all(word in line for word in words), line
-
-
 @pytest.mark.fault(
     "a part of the newest generation of a sharded checkpoint has other bytes; then all have",
     "training resumes from the generation before, and the root names file and digests; then an "
     "error on every rank",
     within=60,
 )
-def test_damaged_parts(fit_job):
-    printed = fit_job("sharded_checkpoints.py", "damaged_parts").succeeded()
+def test_disks_that_fail(fit_job):
+    # A file size limit fails writes as a full disk does, and needs no privileges.
+    printed = fit_job("sharded_checkpoints.py", "on_disks_that_fail").succeeded()
+    lines = [line for line in printed.splitlines() if "Training continues" in line]
+    for line, words in zip(
+        lines,
+        (
+            ("rank 1 to write its part", "File too large", "room/00000002/"),
+            ("rank 1 to write its part", "Stale file handle", "room/00000003/"),
+            ("to write the manifest", "Stale file handle", ".json"),
+        ),
+        strict=True,
+    ):
+        assert all(word in line for word in ("[rank 0 of 2]", *words)), line
     [line] = [line for line in printed.splitlines() if "a checkpoint is damaged" in line]
     assert "00000002/1-of-2-" in line and "whose SHA-256 is" in line and "00000001-" in line
 
@@ -57,23 +52,8 @@ def test_damaged_parts(fit_job):
     within=60,
 )
 def test_roots_die_before_and_behind_the_manifest(go_on, tmp_path):
-    where = {"FOLDER": tmp_path / "checkpoints", "KERAS_BACKEND": "torch"}
+    where = {"FOLDER": tmp_path / "checkpoints", "KERAS_BACKEND": "jax"}
     printed = go_on(3, "sharded_checkpoints.py", "roots_die", **where).succeeded()
     assert "written by 1" in printed
     [line] = [line for line in printed.splitlines() if "have died during the write" in line]
     assert "[rank 0 of 2]" in line and "Training continues" in line
-
-
-@pytest.mark.slow
-def test_a_fit_is_killed_at_random_moments(fit_job):
-    # Few of them: test_writers_are_killed has 40 moments of the same code, without training.
-    steps = 0
-    for turn in range(2):
-        ended = fit_job("sharded_checkpoints.py", "killed_at_a_random_moment", turn)
-        ended.failed()
-        [line] = [line for line in ended.stdout.splitlines() if line.startswith("resumes at")]
-        resumed = int(line.split()[-1])
-        assert resumed >= steps, (turn, resumed, steps)
-        assert "damaged" not in ended.stdout
-        steps = resumed
-    assert steps > 0

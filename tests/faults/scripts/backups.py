@@ -1,4 +1,4 @@
-"""Backups and checkpoints of one file, and of an elastic state, on disks that fail."""
+"""Backups and checkpoints on disks that fail, and of replicas that diverge."""
 
 import os
 import shutil
@@ -6,53 +6,41 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faults import expect, fault, flip, limit_files, run
+from faults import expect, fault, flip, limit_files
 from fits import At, build, fit, on_root, rank
 
 from keras_dist.callbacks import BackupAndRestore, ModelCheckpoint
 from keras_dist.errors import CheckpointError, MismatchError
 from keras_dist.resume import format
 
-folder = Path(os.environ["FOLDER"])
 newest_first = format.newest_first
 
 
-def expect_damage(call: Any, *arguments: Any, **options: Any) -> None:
-    text = expect(CheckpointError, lambda: call(*arguments, **options))
-    assert "an undamaged generation in" in text, text
-    assert format.REMEDY in text, text
-
-
-def damage_newest(damage: Any) -> None:
-    damage(newest_first(folder)[0])
-
-
-def damage_all() -> None:
-    for path in newest_first(folder):
-        flip(path)
-
-
-def damaged() -> None:
+def damaged(folder: Path) -> None:
     def cut_off(path: Path) -> None:
         os.truncate(path, path.stat().st_size - 1)
 
+    def damage_all() -> None:
+        for path in newest_first(folder):
+            flip(path)
+
     backup = BackupAndRestore(folder, delete_checkpoint=False)
     fit(backup, epochs=2)
-    fault()
     for epochs, damage in (3, flip), (4, cut_off):
-        on_root(damage_newest, damage)
+        on_root(lambda: damage(newest_first(folder)[0]))  # noqa: B023
         at = At()
         fit(at, backup, epochs=epochs)
         assert at.epochs == [epochs - 2, epochs - 1], at.epochs
     on_root(damage_all)
-    expect_damage(fit, backup, epochs=5)
+    text = expect(CheckpointError, lambda: fit(backup, epochs=5))
+    assert "an undamaged generation in" in text, text
+    assert format.REMEDY in text, text
 
 
-def contents() -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def no_room(folder: Path) -> None:
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-
-def no_room() -> None:
     before: dict[Path, bytes] = {}
     after: dict[Path, bytes] = {}
 
@@ -73,7 +61,6 @@ def no_room() -> None:
         ModelCheckpoint(f"{folder}/model.weights.h5", save_weights_only=True),
         ModelCheckpoint(f"{folder}/behind.keras", asynchronous=True),
     ]
-    fault()
     fit(at, *written, epochs=4)
     assert at.epochs == [0, 1, 2, 3]
     if rank == 0:
@@ -88,20 +75,19 @@ def no_room() -> None:
         assert all(contents()[path] != before[path] for path in folder.glob("*.*"))
 
 
-def directory_goes_away() -> None:
+def directory_goes_away(folder: Path) -> None:
     def take_place() -> None:
         assert len(newest_first(folder)) == 1
         shutil.rmtree(folder)
         folder.write_text("")
 
-    fault()
     remove = {("epoch begin", 1): lambda: shutil.rmtree(folder), ("epoch begin", 2): take_place}
     at = At(remove, on=0)
     fit(at, BackupAndRestore(folder, delete_checkpoint=False), epochs=3)
     assert at.epochs == [0, 1, 2]
 
 
-def replicas_diverge() -> None:
+def replicas_diverge(folder: Path) -> None:
     model: Any = None
 
     def disturb() -> None:
@@ -110,7 +96,6 @@ def replicas_diverge() -> None:
 
     backup = BackupAndRestore(folder / "backup", delete_checkpoint=False)
     checkpoint = ModelCheckpoint(f"{folder}/{{epoch}}.keras")
-    fault()
     for others, epochs in ([], 2), ([checkpoint], 3), ([backup], 3):
         model = build((3,))
         disturbed = [At({("epoch end", 1): disturb}, on=1), *others]
@@ -125,4 +110,6 @@ def replicas_diverge() -> None:
         assert (names, len([*(folder / "backup").iterdir()])) == (["1.keras", "backup"], 2)
 
 
-run(globals())
+fault()
+for fail in damaged, no_room, directory_goes_away, replicas_diverge:
+    fail(Path(os.environ["FOLDER"], fail.__name__))

@@ -29,7 +29,8 @@ def fault() -> None:
     (FOLDER / "fault").write_text(str(time.time()))
     maps = pathlib.Path("/proc/self/maps").read_text()
     names = [line.split()[-1] for line in maps.splitlines() if "/dev/shm/" in line]
-    (FOLDER / "shared").write_text("\n".join(names))
+    with (FOLDER / "shared").open("a") as shared:
+        shared.writelines(f"{name}\n" for name in names)
 
 
 def send(name: str) -> None:
@@ -75,16 +76,13 @@ def limit_files(nbytes: int = resource.RLIM_INFINITY) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
-def die_at_call(number: int, thread: str | None = None) -> None:
-    """Has this process die before a call of the file system, of a thread if it is named."""
-    import threading
-
+def die_at_call(number: int) -> None:
+    """Has this process die before a call of the file system."""
     calls = iter(range(number))
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def call_or_die(*arguments: Any, **options: Any) -> Any:
-            counts = thread in (None, threading.current_thread().name)
-            if counts and next(calls, None) is None:
+            if next(calls, None) is None:
                 send("SIGKILL")
             return call(*arguments, **options)
 

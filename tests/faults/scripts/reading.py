@@ -49,15 +49,18 @@ def blocked() -> None:
     read.batch(0, 0)
 
 
-def without_a_rank(dies: str) -> None:
+def without_two_ranks() -> None:
+    """The first of four ranks dies, and then the last."""
     read = rows()
-    for step in range(read.plan.steps):
-        if runtime.rank() == int(dies) and step == 5:
-            die()
-        read.batch(0, step)
-        ops.allreduce(np.float32(1))
-    epochs.reshard(runtime.rank(), runtime.size())
-    found = [row for step in range(read.plan.steps) for row in read.batch(1, step).tolist()]
+    me = runtime.rank()
+    for epoch, dies in (0, 0), (1, 3):
+        for step in range(read.plan.steps):
+            if me == dies and step == 5:
+                die()
+            read.batch(epoch, step)
+            ops.allreduce(np.float32(1))
+        epochs.reshard(runtime.rank(), runtime.size())
+    found = [row for step in range(read.plan.steps) for row in read.batch(2, step).tolist()]
     found = [row for part in ops.allgather_object(found) for row in part]
     print(f"rows {len(found)} {len(set(found))}", flush=True)
 

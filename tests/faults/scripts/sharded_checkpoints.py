@@ -2,14 +2,11 @@
 
 import errno
 import os
-import random
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import keras
-import numpy as np
-from faults import die, die_at_call, expect, fault, flip, limit_files, run
+from faults import die, expect, fault, flip, limit_files, run
 from fits import At, fit, on_root, rank
 
 import keras_dist
@@ -20,7 +17,7 @@ from keras_dist.resume import format
 folder = Path(os.environ["FOLDER"])
 
 
-def no_room_and_a_stale_handle() -> None:
+def no_room_and_a_stale_handle(folder: Path) -> None:
     flush = os.fsync
 
     def fail(handle: int) -> None:
@@ -47,7 +44,6 @@ def no_room_and_a_stale_handle() -> None:
             ("epoch begin", 6): flush_with(flush),
         }
     at = At(acts)
-    fault()
     fit(at, ShardedCheckpoint(folder, keep=9, asynchronous=False), epochs=7)
     assert at.epochs == [*range(7)]
     if rank == 0:
@@ -57,13 +53,12 @@ def no_room_and_a_stale_handle() -> None:
         assert len([*folder.iterdir()]) == 8  # nothing is left of the others
 
 
-def damaged_parts() -> None:
+def damaged_parts(folder: Path) -> None:
     def damage_all() -> None:
         for path in folder.glob("*/*"):
             flip(path)
 
     fit(ShardedCheckpoint(folder), epochs=2)
-    fault()
     on_root(lambda: flip(format.parts_of(folder, 2, 2)[1]))
     at = At()
     fit(at, ShardedCheckpoint(folder), epochs=2)
@@ -72,6 +67,12 @@ def damaged_parts() -> None:
     text = expect(CheckpointError, lambda: fit(ShardedCheckpoint(folder), epochs=5))
     assert "an undamaged generation in" in text, text
     assert "Restore the file, or remove the checkpoint to start over." in text, text
+
+
+def on_disks_that_fail() -> None:
+    fault()
+    no_room_and_a_stale_handle(folder / "room")
+    damaged_parts(folder / "damaged")
 
 
 def roots_die() -> None:
@@ -94,27 +95,6 @@ def roots_die() -> None:
         assert not any(format.find_damage(each, range(len(each.parts))) for each in whole)
         assert len([*folder.iterdir()]) == 4
         print("written by", keras_dist.size())
-
-
-class Told(keras.callbacks.Callback):
-    told = False
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if rank == 0 and not self.told:
-            self.told = True
-            print("resumes at", int(self.model.optimizer.iterations), flush=True)
-
-
-def killed_at_a_random_moment(turn: str) -> None:
-    x = np.ones((4000, 64), "float32")
-    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512), keras.layers.Dense(1)])
-    adam = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True)
-    model.compile(adam, "mse")
-    if rank == int(turn) % keras_dist.size():
-        number = random.Random(int(turn)).randrange(30, 60)
-        die_at_call(number, thread="keras_dist checkpoint")
-    saving = ShardedCheckpoint(folder, save_freq=2)
-    fit(saving, Told(), model=model, data=x, y=x[:, :1], batch_size=2, epochs=10**6)
 
 
 run(globals())

@@ -11,13 +11,17 @@ from keras_dist import ops
 fault()
 runtime.init()
 if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
-    child = context.Process(target=print)  # type: ignore[attr-defined]
-    try:
-        child.start()
-        child.join()
-        assert child.exitcode == 1
-    except (EOFError, ConnectionError):  # the server of forks has ended
-        pass
-    ops.barrier()
+    for way in "spawn", "forkserver":
+        context = multiprocessing.get_context(way)
+        child = context.Process(target=print)  # type: ignore[attr-defined]
+        try:
+            child.start()
+            child.join()
+            assert child.exitcode == 1
+        except (EOFError, ConnectionError):  # the server of forks has ended
+            pass
+        ops.barrier()
+        if way == "spawn" and runtime.rank() == 0:
+            print("all have spawned", file=sys.stderr, flush=True)
+        ops.barrier()
     print("fine", flush=True)
