@@ -54,25 +54,23 @@ def at(names: str) -> None:
         assert [row[:2] for row in rows] == ["ep", "0,", "1,", "2,", "3,"]
 
 
-def in_a_round(delay: str) -> None:
-    """A rank dies within a round of local steps, in the second epoch."""
-    local_steps = keras_dist.LocalSteps(2, fragments=2, delay=int(delay))
-    optimizer = keras_dist.DistributedOptimizer(
-        keras.optimizers.Adam(0.01), local_steps=local_steps
-    )
-    model = build((16,))
-    model.compile(optimizer, "mse")
-    acting = At({("batch begin", 1, 1): die} if rank == 1 else {})
-    callbacks = ours(acting, on_failure="continue")
-    losses = model.fit(shard(), epochs=4, verbose=0, callbacks=callbacks).history["loss"]
-    keras_dist.verify_replicas(model)
-    if keras_dist.rank() == 0:
-        assert losses[-1] < losses[0]
-        print("ended", keras_dist.size(), optimizer._keras_dist.rounds.ended)
-
-
-def with_too_few_ranks() -> None:
-    acting = At({("batch begin", 1, 2): die} if rank == 1 else {})
+def until_they_are_too_few() -> None:
+    """Two ranks die within rounds of local steps, and a third one in another fit."""
+    for on, delay in (1, 0), (2, 1):
+        local_steps = keras_dist.LocalSteps(2, fragments=2, delay=delay)
+        optimizer = keras_dist.DistributedOptimizer(
+            keras.optimizers.Adam(0.01), local_steps=local_steps
+        )
+        model = build((16,))
+        model.compile(optimizer, "mse")
+        acting = At({("batch begin", 1, 1): die} if rank == on else {})
+        callbacks = ours(acting, on_failure="continue")
+        losses = model.fit(shard(), epochs=4, verbose=0, callbacks=callbacks).history["loss"]
+        keras_dist.verify_replicas(model)
+        if keras_dist.rank() == 0:
+            assert losses[-1] < losses[0]
+            print("ended", keras_dist.size(), optimizer._keras_dist.rounds.ended, flush=True)
+    acting = At({("batch begin", 1, 2): die} if rank == 3 else {})
     build((4,)).fit(shard(), epochs=3, verbose=0, callbacks=ours(acting, on_failure="continue"))
 
 
