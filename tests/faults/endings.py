@@ -58,10 +58,13 @@ def end_after(act, ready, command, environment, hosts=(), within=180):
 
 
 def discovery_script(folder, answer):
-    """Returns a script for `--host-discovery-script`, and the file with its answer."""
+    """Returns a script for `--host-discovery-script`, and the file with its answer.
+
+    It adds a line to the file `asked` each time.
+    """
     script, file = folder / "discover", folder / "hosts"
     file.write_text(answer)
-    script.write_text(f"#!/bin/sh\ncat {file}\n")
+    script.write_text(f"#!/bin/sh\necho >> {folder / 'asked'}\ncat {file}\n")
     script.chmod(0o755)
     return script, file
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from endings import SCRIPTS, end_after
 from namespaces import INTERFACE, MPICH, TOLD, hosts_or_skip, mpiexec_command
-from start_jobs import lean
+from start_jobs import lean, wait_for
 
-LOSS = f"tc qdisc add dev {INTERFACE} root tbf rate 400mbit burst 8k limit 16k".split()
-SLOW = f"tc qdisc add dev {INTERFACE} root tbf rate 40mbit burst 32k latency 400ms".split()
+QUEUE = f"tc qdisc replace dev {INTERFACE} root tbf"
+LIMITS = {"KERAS_DIST_STALL_SECONDS": "2", "KERAS_DIST_STALL_ABORT_SECONDS": "5"}
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def run(request, two_hosts, tmp_path):
     hosts, reach = two_hosts
     within = request.node.get_closest_marker("fault").kwargs["within"]
 
-    def call(python, inject, steps=100, launches=None, **variables):
+    def call(python, inject, launches=None, **variables):
         command, settings = mpiexec_command(python, hosts, reach, 1)
         if launches is not None:
             command, settings = launcher_command(python, hosts, reach, tmp_path / "bin")
             command += launches
         script = SCRIPTS / "on_hosts.py"
-        arguments = [*hosts[0].enter, *command, python, script, "steps", steps]
+        arguments = [*hosts[0].enter, *command, python, script, "steps"]
         environment = lean(FAULT_FOLDER=str(tmp_path), **settings, **variables)
         begin = functools.partial(inject, *hosts)
         return end_after(begin, tmp_path / "ready", arguments, environment, hosts, within)
@@ -60,31 +60,13 @@ def launcher_command(python, hosts, reach, folder):
 
 
 @pytest.mark.fault(
-    "the link of a host goes down for 3 s, with MPICH and with Open MPI on two hosts",
-    "the reduction waits, and the job continues; results are right",
-    within=60,
-)
-def test_a_link_that_comes_back(run, python_of_library):
-    def inject(first, second):
-        second.link("down")
-        time.sleep(3)
-        second.link("up")
-
-    code, printed = run(python_of_library, inject)
-    assert code == 0 and printed.count("ends well") == 2, printed
-
-
-LIMITS = {"KERAS_DIST_STALL_SECONDS": "2", "KERAS_DIST_STALL_ABORT_SECONDS": "5"}
-
-
-@pytest.mark.fault(
     "a host of two is lost: its link is down, its processes are killed, under MPICH",
     "at `KERAS_DIST_STALL_ABORT_SECONDS` (here 5) the job ends, exit code not 0",
     within=30,
 )
 def test_a_host_is_lost(run):
     python = Path(sys.executable)
-    code, printed = run(python, lambda first, second: second.lose(), 10**6, **LIMITS)
+    code, printed = run(python, lambda first, second: second.lose(), **LIMITS)
     assert code != 0, printed
 
 
@@ -94,13 +76,9 @@ def test_a_host_is_lost(run):
     "and with Open MPI an error names the host",
     within=30,
 )
-@pytest.mark.parametrize("told", ["", "1"], ids=["ssh hangs", "ssh ends"])
-def test_a_host_of_the_launcher_is_lost(run, python_of_library, told):
-    def lose(first, second):
-        second.lose()
-
-    variables = {**LIMITS, TOLD: told}
-    code, printed = run(python_of_library, lose, 10**6, launches=[], **variables)
+def test_a_host_of_the_launcher_is_lost(run, python_of_library):
+    # Here ssh hangs; in the next test it ends.
+    code, printed = run(python_of_library, lambda _, second: second.lose(), launches=[], **LIMITS)
     assert code not in (None, 0), printed
     if "openmpi" in str(python_of_library):
         expected = "Expected host2 to answer until the job ends. Received: exit code 255 of ssh to"
@@ -120,52 +98,57 @@ def test_a_job_that_has_lost_a_host_restarts(run, open_mpi):
         second.link("up")
 
     variables = {**LIMITS, TOLD: "1", "KERAS_DIST_STALL_ABORT_SECONDS": "20"}
-    code, printed = run(
-        open_mpi, lose_for_a_second, 10**6, launches=["--max-restarts", "1"], **variables
-    )
+    code, printed = run(open_mpi, lose_for_a_second, launches=["--max-restarts", "1"], **variables)
     assert "Restart 1 of 1 in 1 s" in printed, printed
     assert code == 0 and printed.count("ends well") == 2, printed
 
 
-RESENT = pytest.mark.fault(
-    "packets between two hosts are lost: a queue of 16 KiB at 400 Mbit/s, with MPICH and with Open "
-    "MPI",
-    "TCP sends them again; results are right",
+@pytest.mark.fault(
+    "the link of a host goes down for 3 s, with MPICH and with Open MPI on two hosts",
+    "the reduction waits, and the job continues; results are right",
     within=60,
 )
-DELAYED = pytest.mark.fault(
-    "the link of one host is slow: 40 Mbit/s, with MPICH and with Open MPI",
-    "all ranks go on at its speed; results are right",
-    within=60,
-)
-
-
-@pytest.mark.parametrize(
-    ("queue", "steps"),
-    [pytest.param(LOSS, 40, marks=RESENT), pytest.param(SLOW, 20, marks=DELAYED)],
-    ids=["lost packets", "slow link"],
-)
-def test_a_bad_link(run, two_hosts, python_of_library, queue, steps):
-    code, printed = run(python_of_library, lambda first, second: second.run(*queue), steps)
-    assert code == 0 and printed.count("ends well") == 2, printed
-    if queue is LOSS:
-        [[_, second], _] = two_hosts
-        [counted] = json.loads(second.run(*f"tc -s -j qdisc show dev {INTERFACE} root".split()))
-        assert counted["drops"] > 0, counted
-
-
 @pytest.mark.fault(
     "a host is slow: its processes run for 0.1 s of each 0.5 s, with MPICH and with Open MPI",
     "all ranks go on at its speed; results are right",
     within=60,
 )
-def test_a_slow_host(run, python_of_library):
-    def slow_down(first, second):
+@pytest.mark.fault(
+    "packets between two hosts are lost: a queue of 16 KiB at 400 Mbit/s, with MPICH and with Open "
+    "MPI",
+    "TCP sends them again; results are right",
+    within=60,
+)
+@pytest.mark.fault(
+    "the link of one host is slow: 40 Mbit/s, with MPICH and with Open MPI",
+    "all ranks go on at its speed; results are right",
+    within=60,
+)
+def test_a_bad_network_and_a_slow_host(run, python_of_library, tmp_path):
+    def done():
+        return (tmp_path / "ready").stat().st_size
+
+    def wait_for_steps(count):
+        goal = done() + count
+        assert wait_for(lambda: done() >= goal, 60)
+
+    def inject(first, second):
+        second.link("down")
+        time.sleep(3)
+        second.link("up")
         for _ in range(8):
             second.signal(signal.SIGSTOP)
             time.sleep(0.4)
             second.signal(signal.SIGCONT)
             time.sleep(0.1)
+        wait_for_steps(10)
+        second.run(*f"{QUEUE} rate 400mbit burst 8k limit 16k".split())
+        wait_for_steps(35)
+        [counted] = json.loads(second.run(*f"tc -s -j qdisc show dev {INTERFACE} root".split()))
+        assert counted["drops"] > 0, counted
+        second.run(*f"{QUEUE} rate 40mbit burst 32k latency 400ms".split())
+        wait_for_steps(15)
+        (tmp_path / "enough").touch()
 
-    code, printed = run(python_of_library, slow_down, 30)
+    code, printed = run(python_of_library, inject)
     assert code == 0 and printed.count("ends well") == 2, printed
