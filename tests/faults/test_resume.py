@@ -1,7 +1,11 @@
 """A job that is killed within an epoch and restarted ends like an uninterrupted one."""
 
+import os
+from pathlib import Path
+
 import pytest
 import resume
+from endings import end_of
 
 EQUAL = "equal those of an uninterrupted run bit for bit"
 
@@ -28,3 +32,25 @@ def test_a_fit_goes_on_within_an_epoch():
     assert {"best.weights.h5", "log.csv"} < expected["files"].keys()
     found = resume.run("jax", 2, "2", (1, 3, 1), (3, 0, 0))
     assert found == expected
+
+
+@pytest.mark.fault(
+    "a rank is killed in the training of a GAN with two optimizers, each built at its first step",
+    f"the restarted job builds and restores both; the weights {EQUAL}",
+    within=120,
+)
+@pytest.mark.fault(
+    "a rank is killed within an epoch of arrays that `fit` shuffles, with `Dropout` without a seed",
+    f"the random generators of each rank are restored; the weights {EQUAL}",
+    within=120,
+)
+def test_late_optimizers_and_random_numbers_go_on(launch, tmp_path):
+    modules = [str(Path(__file__).parents[1] / "ranks"), os.environ.get("PYTHONPATH", "")]
+    how = {"PYTHONPATH": os.pathsep.join(filter(None, modules)), "KERAS_BACKEND": "torch"}
+    words = "-np", 2, "--max-restarts", 1, "restored.py", "gan", tmp_path / "backup"
+    job = launch(*words, **how)
+    printed = end_of(job, tmp_path)
+    assert job.returncode == 0, printed
+    assert "Restart 1 of 1" in printed
+    assert "a backup does not keep" not in printed
+    assert printed.count("the weights of an uninterrupted fit") == 2
