@@ -3,15 +3,14 @@
 import gc
 import os
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import hypothesis
 import pytest
+import start_jobs
 import suite
-from start_jobs import HANG_SECONDS, launcher
 
 # An example may take long on a busy machine. Each run has the same, so that a failure is one of the
 # change; `pytest --hypothesis-profile=thorough` has others.
@@ -115,14 +114,8 @@ def run_ranks():
     """A function that runs Python with arguments on n ranks and returns the completed process."""
 
     def run(ranks, *arguments, **options):
-        return subprocess.run(
-            [*launcher(), "-n", str(ranks), sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=HANG_SECONDS,
-            **options,
+        return start_jobs.run(
+            [*start_jobs.launcher(), "-n", ranks, sys.executable, *arguments], **options
         )
 
     return run

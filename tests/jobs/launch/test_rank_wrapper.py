@@ -1,14 +1,10 @@
 """The rank wrapper of `keras-dist run`: output prefixes and core binding."""
 
-import contextlib
 import os
-import pty
 import re
-import subprocess
-import sys
 
 import pytest
-from start_jobs import BARE, HANG_SECONDS
+from start_jobs import BARE, RUN, in_a_terminal, keras_dist
 
 from keras_dist.launch import rank_wrapper
 
@@ -26,24 +22,12 @@ print("the end", end="")
 """
 
 
-def start(*words, **options):
-    """Runs the command line in a separate process."""
-    return subprocess.run(
-        [sys.executable, "-m", "keras_dist.launch.cli", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=HANG_SECONDS,
-        **options,
-    )
-
-
 def test_output_is_marked_and_kept(tmp_path):
     (tmp_path / "print.py").write_text(PRINTING)
     odd = "a;b,c 'd' $(e) `f`"
     options = ["-H", "localhost:2", "--bind", "cores", "--log-dir", "logs", "-x", f"WORDS={odd}"]
-    job = start("run", *options, "print.py", odd, cwd=tmp_path)
-    printed = job.stdout.decode()
+    job = keras_dist("run", *options, "print.py", odd, cwd=tmp_path)
+    printed = job.stdout
     assert job.returncode == 0, printed
     cores = max(1, len(os.sched_getaffinity(0)) // 2)
     for rank, mark in enumerate(["", "[1] "]):
@@ -63,17 +47,17 @@ if runtime.rank() == 1:
 ops.barrier()
 """
     (tmp_path / "fails.py").write_text(text)
-    job = start("run", "-np", "2", "fails.py", cwd=tmp_path)
+    job = keras_dist("run", "-np", "2", "fails.py", cwd=tmp_path)
     assert job.returncode == 1
-    assert b"\n[1] ValueError: too much\n" in job.stdout
+    assert "\n[1] ValueError: too much\n" in job.stdout
 
 
 def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     options = ["-np", "2", "--max-restarts", "1", "--log-dir", "file"]
-    job = start("run", *options, "true", cwd=tmp_path)
+    job = keras_dist("run", *options, "true", cwd=tmp_path)
     assert job.returncode == 2
-    printed = job.stdout.decode()
+    printed = job.stdout
     place = f"keras-dist: --log-dir {tmp_path / 'file'}, for rank"
     assert re.search(rf"{re.escape(place)} [01] on {os.uname().nodename}: File exists\n", printed)
     assert "Traceback" not in printed
@@ -91,24 +75,10 @@ for step in range(3):
 
 def test_in_a_terminal_the_bar_of_the_root_is_live(tmp_path):
     (tmp_path / "bars.py").write_text(BARS)
-    theirs, ours = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-m", "keras_dist.launch.cli", "run", "-np", "2", "bars.py"],
-        stdin=subprocess.DEVNULL,
-        stdout=ours,
-        stderr=ours,
-        cwd=tmp_path,
-    ) as job:
-        os.close(ours)
-        printed = b""
-        with contextlib.suppress(OSError):  # the error of a terminal whose other end is closed
-            while chunk := os.read(theirs, 1000):
-                printed += chunk
-        os.close(theirs)
-    assert job.returncode == 0, printed
-    assert b"\r0 at 0" in printed
-    assert b"\r\x1b[K[1] 1 at 2" in printed
-    assert b"1 at 1" not in printed
+    printed = in_a_terminal([*RUN, "-np", "2", "bars.py"], cwd=tmp_path)
+    assert "\r0 at 0" in printed
+    assert "\r\x1b[K[1] 1 at 2" in printed
+    assert "1 at 1" not in printed
 
 
 @pytest.fixture

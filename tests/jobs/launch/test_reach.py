@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
+import start_jobs
 from namespaces import hosts_or_skip
-from start_jobs import HANG_SECONDS
 
 from keras_dist import errors
 from keras_dist.launch.cli import hosts, main, run
@@ -134,15 +133,7 @@ def test_jobs_on_hosts(tmp_path, python_of_library):
         def run_on(names):
             program = [sys.executable, "-c", "import os; print('ran on', os.uname().nodename)"]
             words = [*first, "run", "-np", "2", "--hosts", names, *program]
-            return subprocess.run(
-                [*hosts[0].enter, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=HANG_SECONDS,
-                env=environment,
-            )
+            return start_jobs.run([*hosts[0].enter, *words], env=environment)
 
         job = run_on(f"{hosts[0].name},{hosts[1].name}")
         assert job.returncode == 0, job.stdout
