@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -63,15 +62,13 @@ def introduced(server, token=None, **about):
     return channel, known
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_processes_become_ranks(size):
-    with WorldServer(size) as server:
-        codes, outputs = ends(start(server, "", range(size)))
+def test_processes_become_ranks():
+    with WorldServer(3) as server:
+        codes, outputs = ends(start(server, "", range(3)))
         server.wait(HANG_SECONDS)
-    assert codes == [0] * size, outputs
-    total = [size * (size + 1) / 2] * 3
+    assert codes == [0] * 3, outputs
     for rank, output in enumerate(outputs):
-        assert f"{rank} {size} {size} {total}" in output
+        assert f"{rank} 3 3 [6.0, 6.0, 6.0]" in output
 
 
 @pytest.mark.parametrize(
@@ -107,35 +104,22 @@ def test_a_rank_that_leaves_before_mpi_has_started_ends_all():
     with WorldServer(2) as server:
         first = start(server, "", [0])
         told = [server.address, server.token, "1", "2"]
-        second = subprocess.Popen([sys.executable, "-c", leaves, *told], env=lean())
+        subprocess.run([sys.executable, "-c", leaves, *told], env=lean(), timeout=HANG_SECONDS)
         codes, outputs = ends(first)
-        second.wait(HANG_SECONDS)
         with pytest.raises(errors.RankError, match=r"rank 1 of 2.*has left while others wait"):
             server.wait(HANG_SECONDS)
     assert codes != [0], outputs
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"event": "failed", "reason": "RankLostError", "is_consequence": True},
-        None,
-    ],
-    ids=["says that it has waited", "only aborts"],
-)
-def test_the_rank_that_has_died_is_named_though_the_one_that_waits_is_heard_first(
-    monkeypatch, said
-):
+def test_the_rank_that_has_died_is_named_though_the_one_that_waits_is_heard_first(monkeypatch):
     monkeypatch.setattr(server_module, "SETTLE_SECONDS", 4)  # on a busy machine
     with WorldServer(2) as server:
         members = [introduced(server, rank=rank)[0] for rank in range(2)]
         mpi, _ = introduced(server, rank=0, purpose="mpi")
         assert mpi.receive(HANG_SECONDS) == {"event": "joined"}
-        if said is not None:
-            members[0].send(**said)
-            assert wait_for(lambda: server._ends)
-        mpi.send_line("cmd=abort exitcode=1")
+        members[0].send(event="failed", reason="RankLostError", is_consequence=True)
         assert wait_for(lambda: server._ends)
+        mpi.send_line("cmd=abort exitcode=1")
         members[1].close()
         members[0].close()
         with pytest.raises(errors.RankError, match=r"rank 1 of 2.*has ended without leaving"):
@@ -178,34 +162,26 @@ def test_the_cause_does_not_depend_on_the_order(heard, cause):
 @pytest.mark.parametrize("first", [End.FAILED, End.DIED])
 def test_of_ranks_that_fail_or_die_the_first_counts(first):
     ends = Ends()
-    ends.add(2, first, "")
-    ends.add(1, End.FAILED, "")
-    ends.add(0, End.DIED, "")
+    for rank, end in ((2, first), (1, End.FAILED), (0, End.DIED)):
+        ends.add(rank, end, "")
     assert ends.cause()[:2] == (2, first)
 
 
-def raised_from(error, cause):
-    """Returns an exception that was raised because of another."""
-    try:
-        try:
-            raise cause
-        except type(cause):
-            raise error  # noqa: B904
-    except type(error) as raised:
-        return raised
+LOST = errors.RankLostError("rank 1 has died")
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("error", "cause", "expected"),
     [
-        (errors.RankLostError("rank 1 has died"), True),
-        (RuntimeError("Graph execution error: keras_dist.errors.RankLostError: rank 1"), True),
-        (raised_from(OSError("cleanup"), errors.RankLostError("rank 1 has died")), True),
-        (raised_from(OSError("cleanup"), ValueError("no data")), False),
-        (ValueError("RankLostError"), False),
+        (LOST, None, True),
+        (RuntimeError("Graph execution error: keras_dist.errors.RankLostError: rank"), None, True),
+        (OSError("cleanup"), LOST, True),
+        (OSError("cleanup"), ValueError("no data"), False),
+        (ValueError("RankLostError"), None, False),
     ],
 )
-def test_errors_that_follow_from_a_lost_rank(error, expected):
+def test_errors_that_follow_from_a_lost_rank(error, cause, expected):
+    error.__context__ = cause  # as if it was raised while the other was handled
     assert is_consequence(error) == expected
 
 
@@ -278,9 +254,7 @@ def test_a_rank_that_does_not_fit_is_told_why(about, reason):
 def test_each_rank_joins_once():
     with WorldServer(2) as server:
         first, _ = introduced(server)
-        assert wait_for(
-            lambda: server._members
-        )  # threads of the server may take the second one first
+        assert wait_for(lambda: server._members)  # or its threads take the second one first
         second, _ = introduced(server)
         assert "each rank once" in second.receive(HANG_SECONDS)["reason"]
         first.send(event="left")
@@ -322,24 +296,12 @@ def test_the_end_of_a_world_ends_its_barriers():
     assert answers == [None]
 
 
-@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:port", ""])
-def test_an_address_needs_host_and_port(monkeypatch, address):
-    for name in [name for name in os.environ if name.startswith(("PMI_", "OMPI_", "SLURM_"))]:
-        monkeypatch.delenv(name)
-    with pytest.raises(errors.ArgumentError, match="address as host:port"):
-        join_world(address, 0, 1, "token")
-
-
 def test_a_process_of_mpiexec_is_a_rank_already(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     with pytest.raises(errors.LaunchError, match="not a rank yet"):
         join_world("127.0.0.1:1", 0, 1, "token")
 
 
-def test_a_server_needs_ranks_and_an_address_of_this_host():
-    with pytest.raises(errors.ArgumentError, match="1 rank or more"):
-        WorldServer(0)
+def test_a_server_needs_an_address_of_this_host():
     with pytest.raises(errors.ArgumentError, match="can listen at"):
         WorldServer(1, host="192.0.2.1")
-    with pytest.raises(errors.ArgumentError, match="a token"):
-        WorldServer(1, token="")

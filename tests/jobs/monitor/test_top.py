@@ -16,14 +16,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from start_jobs import BARE, HANG_SECONDS, SCRIPTS, launcher, lean, script
 
 from keras_dist.monitor.report import Job
 
 CHROMIUM = shutil.which("chromium")
-COMMAND = (
-    "import sys; from keras_dist.launch.cli import main; sys.exit(main(['top', *sys.argv[1:]]))"
-)
+COMMAND = [sys.executable, "-m", "keras_dist.launch.cli", "top"]
 
 # Rank 1 is slow, and the others wait for it.
 LOOP = """
@@ -74,8 +73,9 @@ def ranks(number, text):
 
 def top(*options):
     """Runs `keras-dist top`."""
-    command = [sys.executable, "-c", COMMAND, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+    return subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, timeout=HANG_SECONDS
+    )
 
 
 def seen(*options):
@@ -101,14 +101,6 @@ def wait_until(what, folder):
     return found
 
 
-def free_ports(number):
-    with contextlib.ExitStack() as sockets:
-        made = [
-            sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
-        ]
-        return [one.getsockname()[1] for one in made]
-
-
 def get(url, **headers):
     asked = urllib.request.Request(url, headers=headers)
     with urllib.request.urlopen(asked, timeout=HANG_SECONDS) as answer:
@@ -116,27 +108,20 @@ def get(url, **headers):
 
 
 def samples(text):
-    """Returns the samples of Prometheus' text format by name and rank, and checks the format."""
-    found, kinds = {}, {}
-    for line in text.splitlines():
-        if line.startswith("#"):
-            _, word, name, rest = line.split(" ", 3)
-            assert word in ("HELP", "TYPE") and name not in found
-            kinds.setdefault(name, []).append(rest if word == "TYPE" else "help")
-            continue
-        label = r'[a-z_]+="(?:[^"\\\n]|\\[\\"n])*"'
-        match = re.fullmatch(rf"([a-z_]+)\{{({label}(?:,{label})*)\}} (\S+)", line)
-        name, labels, value = match.groups()
-        key = name, *(re.findall(r'(?:^|,)rank="(\d+)"', labels))
-        assert key not in found or "metric=" in labels
-        found[key] = float(value)
-    assert all(kind[0] == "help" and kind[1] in ("gauge", "counter") for kind in kinds.values())
-    assert {name for name, *_ in found} == set(kinds)
+    """Returns the samples of Prometheus' text format by name and rank."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation and family.type in ("gauge", "counter")
+        for sample in family.samples:
+            key = sample.name, sample.labels.get("rank")
+            assert key not in found or "metric" in sample.labels
+            found[key] = sample.value
     return found
 
 
-def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory):
-    metrics, port = free_ports(2)
+def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory, free_port):
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        metrics, port = made.getsockname()[1], free_port
     ports = {"KERAS_DIST_PROMETHEUS_PORT": str(metrics), "KERAS_DIST_TOP_PORT": str(port)}
     pair, folder = begin("pair", ranks(2, LOOP), **ports)
     root, second = pids(folder, 2)
@@ -186,7 +171,7 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory)
     text, headers = get(url, Authorization=f"Bearer {kept.read_text().strip()}")
     assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     found = samples(text)
-    assert found["keras_dist_ranks",] == 2
+    assert found["keras_dist_ranks", None] == 2
     assert found["keras_dist_waited_seconds_total", "0"] > 0
     assert found["keras_dist_memory_bytes", "1"] > 2**20
 
@@ -245,8 +230,9 @@ def test_the_page_shows_a_job_in_a_browser(begin, tmp_path):
     browser = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
     browser += ["--no-first-run", "--disable-background-networking", "--disable-sync"]
     browser += ["--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}"]
-    command = [sys.executable, "-c", COMMAND, str(root), "--web"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as page:
+    with subprocess.Popen(
+        [*COMMAND, str(root), "--web"], stdout=subprocess.PIPE, text=True
+    ) as page:
         url = re.search(r"http://127\.0\.0\.1:(\d+)/\?token=\S{43}", page.stdout.readline())
         for path in ("", "job?token=x", "job"):
             with pytest.raises(urllib.error.HTTPError, match="401"):
