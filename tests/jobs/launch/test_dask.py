@@ -1,10 +1,9 @@
 """Ranks in the workers of a real Dask cluster on this host."""
 
-import os
-
 import distributed
 import pytest
-from start_jobs import launcher, lean_variables
+from cluster_training import ENVIRONMENT, train
+from start_jobs import launcher
 
 import keras_dist.dask
 from keras_dist import errors
@@ -13,8 +12,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(len(launcher()) > 1, reason="needs MPICH"),
 ]
-
-TORCH = lean_variables(KERAS_BACKEND="torch")
 
 
 @pytest.fixture(scope="module")
@@ -28,29 +25,8 @@ def client():
         yield connected
 
 
-def train(end="returns"):
-    import keras_dist
-
-    keras_dist.init()
-    if keras_dist.rank() == 1 and end == "raises":
-        raise ValueError("broken on purpose")
-    if keras_dist.rank() == 1 and end == "is killed":
-        os.kill(os.getpid(), 9)
-    if keras_dist.rank() == 1 and end == "loses its worker":
-        os.kill(os.getppid(), 9)
-    import keras
-    import numpy as np
-
-    x = np.random.default_rng(0).standard_normal((64, 4)).astype("float32")
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
-    data = keras_dist.data.shard((x, x.sum(1, keepdims=True)), batch_size=8)
-    model.fit(data, epochs=1, callbacks=keras_dist.callbacks())
-    return keras_dist.rank(), keras_dist.size(), model.get_weights()[0].tolist()
-
-
 def test_a_function_trains_on_the_workers(client):
-    first, second = keras_dist.dask.run(train, client=client, env=TORCH)
+    first, second = keras_dist.dask.run(train, client=client, env=ENVIRONMENT)
     assert first[:2] == (0, 2) and second[:2] == (1, 2) and first[2] == second[2]
 
 
@@ -58,7 +34,7 @@ def test_a_function_trains_on_the_workers(client):
 def test_a_lost_rank_is_an_error_and_the_workers_stay(client, end):
     before = set(client.scheduler_info()["workers"])
     with pytest.raises(errors.RankError) as caught:
-        keras_dist.dask.run(train, (end,), client=client, env=TORCH)
+        keras_dist.dask.run(train, (end,), client=client, env=ENVIRONMENT)
     if end == "raises":
         assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
     else:
@@ -68,7 +44,7 @@ def test_a_lost_rank_is_an_error_and_the_workers_stay(client, end):
 
 def test_a_worker_that_dies_is_an_error(client):
     with pytest.raises(errors.RankError, match="rank 1 of 2"):
-        keras_dist.dask.run(train, ("loses its worker",), client=client, env=TORCH)
+        keras_dist.dask.run(train, ("loses its worker",), client=client, env=ENVIRONMENT)
     client.wait_for_workers(2)
 
 

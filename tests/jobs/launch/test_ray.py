@@ -73,33 +73,35 @@ def fails(end):
         os.kill(os.getpid(), 9)
 
 
-@pytest.fixture
-def executor():
+def test_ranks_stay_between_calls_and_a_lost_one_is_an_error():
     settings = keras_dist.ray.RayExecutor.create_settings(
         HANG_SECONDS, placement_group_timeout_s=HANG_SECONDS
     )
-    made = keras_dist.ray.RayExecutor(settings, num_workers=2)
-    made.start(Member, (10,), extra_env_vars=TORCH)
-    yield made
-    made.shutdown()
-
-
-def test_ranks_stay_between_calls(executor):
+    executor = keras_dist.ray.RayExecutor(settings, num_workers=2)
+    executor.start(Member, (10,), extra_env_vars=TORCH)
     for _ in range(2):
         assert executor.run(ranks_and_sum) == [(0, 2, [2.0] * 3), (1, 2, [2.0] * 3)]
     assert executor.execute(lambda member: member.value) == [10, 11]
     assert executor.execute_single(lambda member: member.value) == 10
+    for end in ("raises", "is killed", "returns"):
+        with pytest.raises(errors.RankError) as caught:
+            executor.run(fails, (end,))
+        if end == "returns":
+            assert "end of the function" in str(caught.value) and "barrier" in str(caught.value)
+        else:
+            assert "rank 1 of 2" in str(caught.value)
+        assert (end == "raises") == isinstance(caught.value.__cause__, ValueError)
+        with pytest.raises(errors.RankError, match="Call start again"):
+            executor.run(ranks_and_sum)
+        executor.start(Member, (0,), extra_env_vars=TORCH)
+        assert [rank for rank, *_ in executor.run(ranks_and_sum)] == [0, 1]
+    executor.shutdown()
 
 
 def test_too_few_resources_are_an_error():
     settings = keras_dist.ray.RayExecutor.create_settings(placement_group_timeout_s=1)
     with pytest.raises(errors.LaunchError, match=r"3 workers with \{'CPU': 1\} within 1 s"):
         keras_dist.ray.RayExecutor(settings, num_workers=3).start()
-
-
-def test_no_workers_are_an_error():
-    with pytest.raises(errors.ArgumentError, match=r"num_workers to be 1 or more\. Received: 0"):
-        keras_dist.ray.RayExecutor(num_workers=0)
 
 
 def test_actors_that_do_not_answer_are_an_error(monkeypatch):
@@ -116,24 +118,11 @@ def test_actors_that_do_not_answer_are_an_error(monkeypatch):
         made.start()
 
 
-def test_a_call_needs_a_start():
+def test_a_wrong_use_is_an_error():
+    with pytest.raises(errors.ArgumentError, match=r"num_workers to be 1 or more\. Received: 0"):
+        keras_dist.ray.RayExecutor(num_workers=0)
     with pytest.raises(errors.LaunchError, match="Call start first"):
         keras_dist.ray.RayExecutor().run(ranks_and_sum)
-
-
-def test_a_lost_rank_is_an_error_and_a_new_start_works(executor):
-    for end in ("raises", "is killed", "returns"):
-        with pytest.raises(errors.RankError) as caught:
-            executor.run(fails, (end,))
-        if end == "returns":
-            assert "end of the function" in str(caught.value) and "barrier" in str(caught.value)
-        else:
-            assert "rank 1 of 2" in str(caught.value)
-        assert (end == "raises") == isinstance(caught.value.__cause__, ValueError)
-        with pytest.raises(errors.RankError, match="Call start again"):
-            executor.run(ranks_and_sum)
-        executor.start(Member, (0,), extra_env_vars=TORCH)
-        assert [rank for rank, *_ in executor.run(ranks_and_sum)] == [0, 1]
 
 
 def train(config):

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import cloudpickle
+import cluster_training
 import pytest
-from start_jobs import launcher, lean_variables
+from cluster_training import ENVIRONMENT, train
+from start_jobs import launcher
 
 from keras_dist import errors
 
@@ -36,9 +38,7 @@ pytestmark = [
     pytest.mark.skipif(len(launcher()) > 1, reason="needs MPICH"),
     pytest.mark.skipif(java_version() < 17, reason="Spark needs Java 17: default-jre-headless"),
 ]
-cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-TORCH = lean_variables(KERAS_BACKEND="torch")
+cloudpickle.register_pickle_by_value(cluster_training)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,46 +55,25 @@ def session():
     made.stop()
 
 
-def train(end="returns"):
-    import keras_dist
-
-    keras_dist.init()
-    if keras_dist.rank() == 1 and end == "raises":
-        raise ValueError("broken on purpose")
-    if keras_dist.rank() == 1 and end == "is killed":
-        os.kill(os.getpid(), 9)
-    if keras_dist.rank() == 1 and end == "loses its worker":
-        os.kill(os.getppid(), 9)
-    import keras
-    import numpy as np
-
-    x = np.random.default_rng(0).standard_normal((64, 4)).astype("float32")
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
-    data = keras_dist.data.shard((x, x.sum(1, keepdims=True)), batch_size=8)
-    model.fit(data, epochs=1, callbacks=keras_dist.callbacks())
-    return keras_dist.rank(), keras_dist.size(), model.get_weights()[0].tolist()
-
-
 def test_a_function_trains_on_the_executors(monkeypatch):
     server = mock.Mock(wraps=keras_dist.spark.WorldServer)
     monkeypatch.setattr(keras_dist.spark, "WorldServer", server)
-    first, second = keras_dist.spark.run(train, env=TORCH)
+    first, second = keras_dist.spark.run(train, env=ENVIRONMENT)
     assert server.call_args.kwargs["host"] == "127.0.0.1"  # not localhost, which the ranks use
     assert first[:2] == (0, 2) and second[:2] == (1, 2) and first[2] == second[2]
 
 
-@pytest.mark.parametrize("end", ["raises", "is killed", "loses its worker"])
+@pytest.mark.parametrize("end", ["raises", "loses its worker"])
 def test_a_lost_rank_is_an_error_and_the_session_stays(session, end):
     with pytest.raises(errors.RankError, match="rank 1 of 2") as caught:
-        keras_dist.spark.run(train, (end,), env=TORCH)
+        keras_dist.spark.run(train, (end,), env=ENVIRONMENT)
     assert (end == "raises") == isinstance(caught.value.__cause__, ValueError)
     assert session.sparkContext.parallelize([1, 2], 2).sum() == 3
 
 
 def test_ranks_that_do_not_come_are_named(session):
     with pytest.raises(errors.RankError, match=r"rank 0, 1, 2 of 3.* to join within 3 s"):
-        keras_dist.spark.run(train, num_proc=3, start_timeout=3, env=TORCH)
+        keras_dist.spark.run(train, num_proc=3, start_timeout=3, env=ENVIRONMENT)
     assert session.sparkContext.parallelize([1, 2], 2).sum() == 3
 
 
