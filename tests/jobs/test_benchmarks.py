@@ -1,6 +1,5 @@
 """The benchmarks run and print their results; speed depends on the machine and is not tested."""
 
-import os
 import re
 import runpy
 import subprocess
@@ -9,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from namespaces import hosts_or_skip
-from start_jobs import HANG_SECONDS, lean, told
+from start_jobs import lean, run, told
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 COMMANDS = [path for path in sorted(FOLDER.glob("*.py")) if "def main():" in path.read_text()]
 
 
 @pytest.fixture(params=COMMANDS, ids=lambda path: path.stem)
-def run(request, monkeypatch):
+def called(request, monkeypatch):
     """A function that runs a benchmark with options and the smallest workload."""
 
     def call(*options):
@@ -29,28 +28,17 @@ def run(request, monkeypatch):
     return call
 
 
-def test_each_says_what_it_takes(run, capsys):
-    assert run("--help") == 0
+def test_each_says_what_it_takes_and_refuses_a_folder_that_cannot_be_made(called, tmp_path, capsys):
+    assert called("--help") == 0
     assert "--output" in capsys.readouterr().out
-
-
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(run, tmp_path, capsys):
     (tmp_path / "file").touch()
-    assert run("--output", tmp_path / "file" / "results") == 2
+    assert called("--output", tmp_path / "file" / "results") == 2  # before anything is measured
     assert "argument --output: no results can be written to" in capsys.readouterr().err
 
 
 def measured(script, *options):
     """Runs a benchmark as a command, without frameworks that it does not need."""
-    return subprocess.run(
-        [sys.executable, FOLDER / script, *map(str, options)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_SECONDS,
-        env=lean(KERAS_BACKEND="torch"),
-    )
+    return run([sys.executable, FOLDER / script, *options], env=lean(KERAS_BACKEND="torch"))
 
 
 @pytest.mark.parametrize(
@@ -116,17 +104,9 @@ def test_a_python_without_the_simulator_is_refused(tmp_path):
 @pytest.mark.slow
 def test_the_picture_is_drawn_and_ranks_have_the_loss_of_one_process(tmp_path):
     pytest.importorskip("sklearn")
-    # The lean environment of other jobs has no matplotlib.
-    environment = {name: text for name, text in os.environ.items() if name != "LEFT_OUT"}
-    environment["PYTHONPATH"] = str(FOLDER.parent)
+    environment = lean("matplotlib", "sklearn", PYTHONPATH=str(FOLDER.parent))
     options = ["--quick", "--backends", "torch", "--output", tmp_path]
-    job = subprocess.run(
-        [sys.executable, FOLDER / "picture.py", *options],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=600,
-        env=environment,
-    )
+    job = run([sys.executable, FOLDER / "picture.py", *options], env=environment)
     assert re.search(r"a loss on several ranks to one process .* passed \|$", job.stdout, re.M)
     for name in ("light", "dark"):
         drawn = (tmp_path / f"picture-{name}.svg").read_text()
@@ -144,14 +124,9 @@ def test_the_proof_on_gpus_runs_small_without_one(tmp_path):
     parts = ["versions", "torch loop", "one rank, jax", "values", "calls of NCCL"]
     parts += ["no memory on one rank", "a rank is killed"]
     output = tmp_path / "table.md"
-    job = subprocess.run(
+    job = run(
         [FOLDER.parent / "scripts" / "gpu-proof", "--output", output, "--only", *parts],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         env=lean("jax", KERAS_BACKEND="torch", PYTHON=sys.executable),
-        timeout=HANG_SECONDS,
     )
     assert job.returncode == 0, job.stdout
     for part in parts:

@@ -4,14 +4,13 @@ import csv
 import io
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from start_jobs import HANG_SECONDS, SCRIPTS, told
+from start_jobs import SCRIPTS, lean, run, told
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cats_vs_dogs"
 
@@ -51,23 +50,23 @@ def test_pictures_are_unpacked_under_names_of_their_own(tmp_path):
     unpack(tmp_path / "it is not read again", tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "name", ["../cat.1.jpg", "/tmp/cat.1.jpg", "a/../../cat.1.jpg", "..\\cat.1.jpg", "C:/cat.1.jpg"]
-)
-def test_paths_that_lead_out_are_refused(tmp_path, name):
-    assert "leads out of the archive" in refused(tmp_path, [("cat.0.jpg", b"x"), (name, b"x")])
+OUT = "leads out of the archive"
 
 
 @pytest.mark.parametrize(
     ("contents", "reason"),
     [
+        ([("cat.0.jpg", b"x"), ("../cat.1.jpg", b"x")], OUT),
+        ([("cat.0.jpg", b"x"), ("/tmp/cat.1.jpg", b"x")], OUT),
+        ([("a/../../cat.1.jpg", b"x")], OUT),
+        ([("..\\cat.1.jpg", b"x")], OUT),
+        ([("C:/cat.1.jpg", b"x")], OUT),
         ([("cat.0.jpg", bytes(10 << 20))], "that is no photograph"),
         ([("cat.1.jpg", b"x"), ("b/Cat.01.JPG", b"y")], "two files are to become cat.1.jpg"),
         ([("./", b""), ("1.jpg", b"x")], "no files called cat.N.jpg"),
     ],
-    ids=["bomb", "the same name", "no pictures"],
 )
-def test_other_archives_are_refused(tmp_path, contents, reason):
+def test_an_archive_that_cannot_be_right_is_refused(tmp_path, contents, reason):
     assert reason in refused(tmp_path, contents)
 
 
@@ -114,6 +113,12 @@ def test_drawings_are_the_same_each_time_and_shared_out(tmp_path):
     assert files[3].read_bytes() == draw("dog", 1)
 
 
+def environment(folder, **variables):
+    """Returns the variables of a job with the packages of the example, which keeps files there."""
+    places = {"KERAS_HOME": str(folder / "cache"), **variables}
+    return lean("IPython", "matplotlib", "pandas", "sklearn", **places)
+
+
 @pytest.mark.slow
 def test_training_on_an_archive_with_a_damaged_picture(run_ranks, tmp_path):
     from drawings import draw
@@ -122,8 +127,7 @@ def test_training_on_an_archive_with_a_damaged_picture(run_ranks, tmp_path):
     pictures.append(("cat.99.jpg", pictures[0][1][:900]))
     archive, out = pack(tmp_path / "pictures.zip", pictures), tmp_path / "out"
     options = ["--smoke", "--data", str(archive), "--out", str(out), "--epochs", "1"]
-    cache = {**os.environ, "KERAS_HOME": str(tmp_path / "cache")}
-    job = run_ranks(2, str(EXAMPLE / "train.py"), *options, env=cache)
+    job = run_ranks(2, EXAMPLE / "train.py", *options, env=environment(tmp_path))
     told(
         job,
         r"Trained the small network on the pictures in .+pictures\.zip, 1 left out that are "
@@ -148,16 +152,9 @@ def test_archive_and_weights_are_taken_where_they_can_be_reached(tmp_path):
     content = [(f"PetImages/{kind}/{n}.jpg", draw(kind.lower(), n)) for kind, n in names]
     (tmp_path / "served").mkdir()
     pack(tmp_path / "served" / "public.zip", content)
-    modules = os.pathsep.join(filter(None, [str(EXAMPLE), os.environ.get("PYTHONPATH", "")]))
-    places = {"KERAS_HOME": str(tmp_path / "cache"), "PYTHONPATH": modules}
-    ended = subprocess.run(
-        [sys.executable, SCRIPTS / "fetched_images.py", tmp_path / "served"],
-        env={**os.environ, **places, "no_proxy": "127.0.0.1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
+    path = os.pathsep.join(filter(None, [str(EXAMPLE), os.environ.get("PYTHONPATH", "")]))
+    variables = environment(tmp_path, PYTHONPATH=path, no_proxy="127.0.0.1")
+    ended = run([sys.executable, SCRIPTS / "fetched_images.py", tmp_path / "served"], env=variables)
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("Cannot be downloaded: URL fetch failure on ") == 2
     assert "So the small network learns in place of MobileNetV2." in ended.stdout
@@ -168,11 +165,8 @@ def test_the_notebook_runs_on_two_ranks(run_ranks, tmp_path):
     small["results"] = str(tmp_path / "results")
     values = [word for name, value in small.items() for word in ("-p", name, str(value))]
     executed = tmp_path / "executed.ipynb"
-    command = ["run-notebook", str(EXAMPLE / "cats_vs_dogs.ipynb"), "-o", str(executed), *values]
-    job = run_ranks(
-        *(2, "-m", "keras_dist.launch.cli", *command),
-        env={**os.environ, "KERAS_HOME": str(tmp_path / "cache")},
-    )
+    command = ["run-notebook", EXAMPLE / "cats_vs_dogs.ipynb", "-o", executed, *values]
+    job = run_ranks(2, "-m", "keras_dist.launch.cli", *command, env=environment(tmp_path))
     assert job.returncode == 0, job.stdout
     cells = [cell for cell in json.loads(executed.read_text())["cells"] if "outputs" in cell]
     outputs = [output for cell in cells for output in cell["outputs"]]

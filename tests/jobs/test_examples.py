@@ -1,13 +1,12 @@
 """The examples run as their README says."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import traces
-from start_jobs import HANG_SECONDS, lean, told
+from start_jobs import keras_dist, lean, told
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MNIST = EXAMPLES / "mnist"
@@ -20,34 +19,28 @@ def without_network(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
 
 
-def keras_dist(*words):
-    """Runs the command line in a separate process."""
-    return subprocess.run(
-        [sys.executable, "-m", "keras_dist.launch.cli", *map(str, words)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=HANG_SECONDS,
-        env=lean("sklearn"),
-    )
+RIGHT = r"test accuracy (\d+\.\d)%"
 
 
+def accuracy(job, pattern, epochs=2):
+    """Returns the accuracy in the only line of a job that matches a pattern, in percent."""
+    assert len(re.findall(rf"^[Ee]poch {epochs}(/{epochs}$|: )", job.stdout, re.MULTILINE)) == 1
+    return float(told(job, pattern)[1])
+
+
+# After two epochs of scikit-learn's digits; chance is 10.
 @pytest.mark.short
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_mnist(tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [("tensorflow", 2), pytest.param("torch", 1, marks=pytest.mark.slow)]
+)
+def test_mnist(tmp_path, backend, ranks):
     checkpoint, timeline = tmp_path / "mnist.keras", tmp_path / "t.json"
-    options = ["--epochs", 2, "--checkpoint", checkpoint]
-    program = [sys.executable, MNIST / "train.py", *options]
-    job = keras_dist("run", "-np", ranks, "--timeline", timeline, *program)
-    said = told(
-        job,
-        r"Trained on .+ with (\d) ranks?: [\d,]+ images/s in total, "
-        r"test accuracy (\d+\.\d)%, all replicas are equal\.",
-    )
-    assert int(said[1]) == ranks
-    assert float(said[2]) > 25  # percent, after two epochs of scikit-learn's digits; chance is 10
-    assert job.stdout.count("Epoch 2/2") == 1
+    program = [sys.executable, MNIST / "train.py", "--epochs", 2, "--checkpoint", checkpoint]
+    environment = lean("sklearn", KERAS_BACKEND=backend)
+    job = keras_dist("run", "-np", ranks, "--timeline", timeline, *program, env=environment)
+    s = "s" if ranks > 1 else ""
+    line = rf"Trained on .+ with {ranks} rank{s}: [\d,]+ images/s in total, {RIGHT}"
+    assert accuracy(job, rf"{line}, all replicas are equal\.") > 25
     assert sorted(tmp_path.iterdir()) == [checkpoint, timeline]
     reduced = traces.bars(traces.load(timeline), "the reduction of gradients")
     assert {bar["pid"] for bar in reduced} == (set() if ranks == 1 else {0, 1})
@@ -57,56 +50,52 @@ def test_mnist(tmp_path, ranks):
     assert len(lines) == 2 * ranks, report.stdout  # of a step, and of the whole time
 
 
-@pytest.mark.slow
-def test_mnist_on_another_backend(run_ranks):
-    environment = lean("sklearn", KERAS_BACKEND="torch")
-    job = run_ranks(2, str(MNIST / "train.py"), "--epochs", "2", env=environment)
-    said = told(job, r"Trained on .+ test accuracy (\d+\.\d)%, all replicas are equal\.")
-    assert float(said[1]) > 25
-    assert job.stdout.count("Epoch 2/2") == 1
-
-
 def test_mnist_with_a_loop_by_hand(run_ranks):
-    options = ["--epochs", "2"]
-    job = run_ranks(2, str(MNIST / "train_custom_loop.py"), *options, env=lean("sklearn"))
-    said = told(
-        job,
-        r"Trained on .+ with 2 ranks: test accuracy (\d+\.\d)%, all replicas are equal\.",
-    )
+    job = run_ranks(2, MNIST / "train_custom_loop.py", "--epochs", 2, env=lean("sklearn"))
+    said = told(job, rf"Trained on .+ with 2 ranks: {RIGHT}, all replicas are equal\.")
     assert float(said[1]) > 25
 
 
 @pytest.mark.slow
 def test_mnist_with_a_tape(run_ranks, tmp_path):
     options = (
-        "--epochs 2 --batch_size 32 --lr 0.002 --device cpu --num_inter 1 --num_intra 1".split()
-    )
-    options += ["--warmup_epochs", "1", "--fp16-allreduce", "--checkpoint_dir", str(tmp_path)]
-    job = run_ranks(2, str(MNIST / "train_tape.py"), *options, env=lean("sklearn"))
-    said = told(job, r"Trained on .+ with 2 ranks: test accuracy (\d+\.\d)%\.")
-    assert float(said[1]) > 25
-    assert job.stdout.count("epoch 2: loss ") == 1
+        "--epochs 2 --batch_size 32 --lr 0.002 --device cpu --num_inter 1 --num_intra 1 "
+        f"--warmup_epochs 1 --fp16-allreduce --checkpoint_dir {tmp_path}"
+    ).split()
+    job = run_ranks(2, MNIST / "train_tape.py", *options, env=lean("sklearn"))
+    assert accuracy(job, rf"Trained on .+ with 2 ranks: {RIGHT}\.") > 25
     assert (tmp_path / "checkpoint").exists()
 
 
 @pytest.mark.slow
 def test_cifar10(run_ranks):
     options = "--made 1000 --epochs 3 --width 8 --batch-size 25 --warmup-epochs 1".split()
-    job = run_ranks(2, str(EXAMPLES / "cifar10" / "train.py"), *options, env=lean())
-    said = told(job, r"Trained on made pictures with 2 ranks: test accuracy (\d+\.\d)%\.")
-    assert float(said[1]) > 25
-    assert job.stdout.count("epoch 3: loss ") == 1
+    job = run_ranks(2, EXAMPLES / "cifar10" / "train.py", *options, env=lean())
+    assert accuracy(job, rf"Trained on made pictures with 2 ranks: {RIGHT}\.", epochs=3) > 25
+
+
+SPEED = r"\d+\.\d \+-\d+\.\d"
+# No such backend: importing Keras fails.
+WITHOUT_KERAS = {"KERAS_BACKEND": "none", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.slow
-def test_synthetic_benchmark_of_tensorflow(run_ranks):
-    script = EXAMPLES / "synthetic" / "tensorflow_benchmark.py"
-    options = "--model MLP --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
-    options = [*options.split(), "--num-warmup-batches", "1"]
-    job = run_ranks(2, str(script), *options, env=lean())
-    number = r"\d+\.\d \+-\d+\.\d"
-    told(job, rf"Total img/sec on 2 ranks: {number}")
-    assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
+@pytest.mark.parametrize(
+    ("script", "options", "variables"),
+    [
+        ("tensorflow_benchmark", "--model MLP --num-warmup-batches 1", {}),
+        ("torch_benchmark", "--model CNN --num-warmup-batches 0 --device gpu", WITHOUT_KERAS),
+    ],
+    ids=["tensorflow", "torch"],
+)
+def test_synthetic_benchmark(run_ranks, script, options, variables):
+    small = "--batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
+    words = [EXAMPLES / "synthetic" / f"{script}.py", *options.split(), *small.split()]
+    job = run_ranks(2, *words, env=lean(**variables))
+    told(job, rf"Total img/sec on 2 ranks: {SPEED}")
+    assert re.search(rf"^Img/sec per rank: {SPEED}$", job.stdout, re.MULTILINE), job.stdout
+    without_gpu = job.stdout.count("no GPU that torch can use")
+    assert without_gpu == ("gpu" in options), job.stdout
 
 
 @pytest.mark.parametrize("option", ["--num-iters", "--num-batches-per-iter", "--batch-size"])
@@ -122,48 +111,22 @@ def test_counts_of_the_synthetic_benchmarks_are_1_or_more(monkeypatch, capsys, o
         assert f"argument {option}: {said}" in capsys.readouterr().err
 
 
-# No such backend: importing Keras fails.
-WITHOUT_KERAS = lean("sklearn", KERAS_BACKEND="none")
-
-
 def test_mnist_in_torch(run_ranks, tmp_path):
     options = (
         "--epochs 5 --batch_size 16 --lr 0.1 --device cpu --num_inter 1 --num_intra 1 --seed 1 "
-        "--momentum 0.5 --warmup_epochs 1 --log-interval 100 --fp16-allreduce"
+        "--momentum 0.5 --warmup_epochs 1 --log-interval 100 --fp16-allreduce "
+        f"--data {tmp_path / 'none.npz'}"
     ).split()
-    options += ["--data", str(tmp_path / "none.npz")]
-    job = run_ranks(2, str(MNIST / "train_torch.py"), *options, env=WITHOUT_KERAS)
-    said = told(
-        job,
-        r"Trained on scikit-learn's digits with 2 ranks: [\d,]+ images/s in total, "
-        r"test accuracy (\d+\.\d)%",
-    )
-    assert float(said[1]) > 60
-    assert job.stdout.count("Epoch 5: average loss ") == 1
-
-
-@pytest.mark.slow
-def test_synthetic_benchmark_of_torch(run_ranks):
-    script = EXAMPLES / "synthetic" / "torch_benchmark.py"
-    options = "--model CNN --batch-size 8 --image-size 8 --num-iters 2 --num-batches-per-iter 2"
-    options = [*options.split(), "--num-warmup-batches", "0", "--device", "gpu"]
-    environment = {**WITHOUT_KERAS, "CUDA_VISIBLE_DEVICES": ""}
-    job = run_ranks(2, str(script), *options, env=environment)
-    assert job.stdout.count("no GPU that torch can use") == 1, job.stdout
-    number = r"\d+\.\d \+-\d+\.\d"
-    told(job, rf"Total img/sec on 2 ranks: {number}")
-    assert re.search(rf"^Img/sec per rank: {number}$", job.stdout, re.MULTILINE), job.stdout
+    job = run_ranks(2, MNIST / "train_torch.py", *options, env=lean("sklearn", **WITHOUT_KERAS))
+    line = rf"Trained on scikit-learn's digits with 2 ranks: [\d,]+ images/s in total, {RIGHT}"
+    assert accuracy(job, line, epochs=5) > 60
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_gan(run_ranks, backend):
-    job = run_ranks(
-        2,
-        str(EXAMPLES / "gan" / "train.py"),
-        *("--epochs", "2"),
-        env=lean("sklearn", KERAS_BACKEND=backend),
-    )
+    environment = lean("sklearn", KERAS_BACKEND=backend)
+    job = run_ranks(2, EXAMPLES / "gan" / "train.py", "--epochs", 2, env=environment)
     told(
         job,
         r"Trained a GAN on .+ with 2 ranks: "
@@ -175,7 +138,8 @@ def test_gan(run_ranks, backend):
 @pytest.mark.slow
 def test_hdf5():
     program = [sys.executable, EXAMPLES / "hdf5" / "train.py"]
-    job = keras_dist("run", "-np", 2, *program, "--size", "0.004", "--batch-size", "64")
+    options = ("--size", "0.004", "--batch-size", "64")
+    job = keras_dist("run", "-np", 2, *program, *options, env=lean())
     told(job, "All ways have read the same rows.*")
     number = r" +[\d,]+ \|"
     lines = re.findall(rf"^([a-zA-Z -]+) +\|{number}{number} (\d+\.\d+)$", job.stdout, re.MULTILINE)
@@ -186,15 +150,11 @@ def test_hdf5():
 @pytest.mark.slow
 def test_a_model_on_several_ranks(run_ranks):
     jax = lean(KERAS_BACKEND="jax")  # which starts fastest
-    products = run_ranks(3, str(EXAMPLES / "model_parallel" / "products.py"), env=jax)
+    products = run_ranks(3, EXAMPLES / "model_parallel" / "products.py", env=jax)
     told(products, r"Weights found by 3 ranks: 1\.000 2\.000 3\.000")
-    mlp = run_ranks(
-        2,
-        str(EXAMPLES / "model_parallel" / "mlp.py"),
-        # 4 of 1024 are left, too few to split.
-        *("--epochs", "2", "--batch-size", "60", "--micro-batches", "5", "--lr", "0.03"),
-        env=jax,
-    )
+    # 4 of 1024 are left, too few to split.
+    options = "--epochs 2 --batch-size 60 --micro-batches 5 --lr 0.03".split()
+    mlp = run_ranks(2, EXAMPLES / "model_parallel" / "mlp.py", *options, env=jax)
     said = told(mlp, r"Trained 1 pipeline of 2 stages: (\d+\.\d)% right\.")
     assert float(said[1]) > 90
 
@@ -202,7 +162,7 @@ def test_a_model_on_several_ranks(run_ranks):
 @pytest.mark.slow
 def test_imagenet_style():
     program = [sys.executable, EXAMPLES / "imagenet_style" / "train.py"]
-    job = keras_dist("run", "-np", 2, *program, "--smoke")
+    job = keras_dist("run", "-np", 2, *program, "--smoke", env=lean())
     said = told(
         job,
         r"Trained ResNet-50 on 64 images of 4 classes with 2 ranks, loss \d+\.\d+: "
