@@ -1,6 +1,7 @@
-"""Saves a sharded checkpoint, or loads and goes on: saved_sharded.py FOLDER save|load."""
+"""Goes on from the sharded checkpoint in a folder, if there is one, and saves another."""
 
 import hashlib
+import os
 import sys
 from typing import Any
 
@@ -11,10 +12,11 @@ import keras_dist
 from keras_dist.training import model_state
 from keras_dist.training.sharded_state import whole_value
 
-folder, saves = sys.argv[1], sys.argv[2] == "save"
+folder = sys.argv[1]
+goes_on = os.path.exists(folder)
 keras_dist.init()
 ours: Any = keras_dist.callbacks
-keras.utils.set_random_seed(1 + saves)
+keras.utils.set_random_seed(1 + goes_on)
 layers = [keras.Input((7,)), keras.layers.Dense(301, "relu"), keras.layers.BatchNormalization()]
 model = keras.Sequential([*layers, keras.layers.Dropout(0.1), keras.layers.Dense(3)])
 optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True)
@@ -36,18 +38,17 @@ def bits() -> str:
     return found.hexdigest()
 
 
-if saves:
-    fit(2)
-    digest = bits()
-else:
+epoch, loaded = 0, "nothing"
+if goes_on:
     epoch = keras_dist.checkpoints.load(model, folder)
-    digest = bits()
+    loaded = bits()
     fit(epoch)  # restores everything, and trains no epoch
-    assert bits() == digest
-    fit(epoch + 1)
-    assert bits() != digest
-    keras_dist.verify_replicas(model)
-digests = keras_dist.allgather_object(digest)
+    assert bits() == loaded
+fit(epoch + 1)
+saved = bits()
+assert saved != loaded
+keras_dist.verify_replicas(model)
+digests = keras_dist.allgather_object((loaded, saved))
 assert len(set(digests)) == 1
 if keras_dist.rank() == 0:
-    print("bits", digest)
+    print(f"loaded {loaded}, saved {saved}")
