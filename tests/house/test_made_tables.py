@@ -1,16 +1,21 @@
-"""docs/launching.md lists the existing options.
+"""Tables on pages that are made of the sources: environment variables, and options.
 
-python tests/house/test_launching.py writes the table.
+After a change that is meant, this command writes them anew:
+
+    GOLDEN=write .venv/bin/python -m pytest tests/house/test_made_tables.py
 """
 
+import os
 import re
-from pathlib import Path
+
+import pages
+import pytest
 
 from keras_dist import config
 from keras_dist.launch.cli.options import OPTIONS, REFUSED
+from keras_dist.runtime.startup import ALIKE
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "launching.md"
-BEGIN, END = "<!-- made by tests/house/test_launching.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made by tests/house/test_made_tables.py -->\n", "<!-- end -->\n"
 
 # As listed by `horovodrun --help` of version 0.28.
 HOROVODRUN = set(
@@ -33,31 +38,42 @@ HOROVODRUN = set(
 )
 
 
-def table():
-    """Returns the text between the markers."""
-    rows = ["| option | meaning | environment variable | horovodrun |", "|---|---|---|---|"]
+def variables():
+    """Yields the rows of docs/configuration.md."""
+    yield from ("| variable | default | values | meaning |", "|---|---|---|---|")
+    for variable in config.VARIABLES:
+        star = " \\*" if variable.field in ALIKE else ""
+        default = f"`{variable.default}`" if variable.default else "empty"
+        other = f" `{variable.other_name}` is accepted too." if variable.other_name else ""
+        meaning = f"{variable.expected} | {variable.meaning}{other}"
+        yield f"| `{variable.name}`{star} | {default} | {meaning} |"
+
+
+def options():
+    """Yields the rows of docs/launching.md."""
+    yield from ("| option | meaning | environment variable | horovodrun |", "|---|---|---|---|")
     for option in OPTIONS:
         value = f" {option.metavar}" if option.metavar else ""
         names = ", ".join(f"`{name}{value}`" for name in option.names.split())
         horovod = ", ".join(f"`{name}`" for name in option.horovod.split())
         variable = option.variable and f"`{option.variable}`"
-        rows.append(f"| {names} | {option.meaning} | {variable} | {horovod} |")
-    rows += ["", "These options of `horovodrun` are refused:", "", "| option | what to do |"]
-    rows.append("|---|---|")
+        yield f"| {names} | {option.meaning} | {variable} | {horovod} |"
+    yield from ("", "These options of `horovodrun` are refused:", "", "| option | what to do |")
+    yield "|---|---|"
     for remedy in dict.fromkeys(REFUSED.values()):
         names = ", ".join(f"`{name}`" for name, its in REFUSED.items() if its == remedy)
-        rows.append(f"| {names} | {remedy} |")
-    return "\n".join(rows) + "\n"
+        yield f"| {names} | {remedy} |"
 
 
-def written():
-    """Returns the document with the current table."""
-    head, _, tail = re.split(f"{BEGIN}|{END}", DOCUMENT.read_text())
-    return f"{head}{BEGIN}{table()}{END}{tail}"
-
-
-def test_the_table_is_that_of_the_parser():
-    assert DOCUMENT.read_text() == written(), "python tests/house/test_launching.py writes it"
+@pytest.mark.parametrize(("page", "rows"), [("configuration", variables), ("launching", options)])
+def test_a_table_is_that_of_the_sources(page, rows):
+    path = pages.ROOT / "docs" / f"{page}.md"
+    head, _, tail = re.split(f"{BEGIN}|{END}", path.read_text())
+    table = "".join(f"{row}\n" for row in rows())
+    text = f"{head}{BEGIN}{table}{END}{tail}"
+    if os.environ.get("GOLDEN") == "write":
+        path.write_text(text)
+    assert path.read_text() == text, __doc__
 
 
 def test_every_option_of_horovodrun_is_accepted_or_answered():
@@ -69,7 +85,3 @@ def test_every_option_of_horovodrun_is_accepted_or_answered():
 def test_variables_of_options_are_those_of_keras_dist():
     known = {variable.name for variable in config.VARIABLES}
     assert {option.variable for option in OPTIONS if option.variable} <= known
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(written())
