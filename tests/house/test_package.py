@@ -3,14 +3,15 @@
 import importlib.metadata
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import start_jobs
 import yaml
+from packaging.requirements import Requirement
 
 from keras_dist._version import __version__
 
@@ -19,16 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 def run(*command, **options):
     """Runs a command and returns its output; fails with the output if the command fails."""
-    ended = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
-    if ended.returncode != 0:
-        pytest.fail(f"{' '.join(map(str, command))} exits {ended.returncode}\n{ended.stdout}")
+    ended = start_jobs.run(command, **options)
+    assert ended.returncode == 0, f"{' '.join(map(str, command))}\n{ended.stdout}"
     return ended.stdout
 
 
@@ -61,7 +54,7 @@ def test_what_is_cited_is_this_version():
 def distributions(tmp_path_factory):
     """The wheel and the sdist of this source tree."""
     directory = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", directory, ROOT)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", directory, ROOT)
     [wheel], [sdist] = directory.glob("*.whl"), directory.glob("*.tar.gz")
     return wheel, sdist
 
@@ -100,24 +93,58 @@ def test_sdist_holds_what_the_tests_need(distributions):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_first_example_runs_from_the_wheel(distributions, tmp_path, backend):
-    """With the commands of the README, in an environment without anything else."""
+    """In an environment with what the wheel requires and nothing else."""
     wheel, _ = distributions
     readme = (ROOT / "README.md").read_text()
     code = re.search(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)[1]
     (tmp_path / "train.py").write_text(code)
-    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     bin = tmp_path / "venv" / "bin"
     hidden = ("PYTHONPATH", "LEFT_OUT")  # of these tests
     environment = {name: text for name, text in os.environ.items() if name not in hidden}
     environment |= {"KERAS_BACKEND": backend, "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"}
     start = {"cwd": tmp_path, "env": environment}
-    options = ("-q", "--no-compile", "--constraint", ROOT / "constraints.txt")
+    pip = (sys.executable, "-m", "pip", "--python", bin / "python", "install", "-q", "--no-deps")
+    run(*pip, wheel, **start)
+    [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
+    [installed] = importlib.metadata.distributions(path=[str(site)])
     extra = "tensorflow-cpu" if backend == "tensorflow" else backend
-    run(bin / "pip", "install", *options, f"{wheel}[{extra},mpich]", **start)
+    for name in needed(installed, {extra, "mpich"}):
+        link(name, tmp_path / "venv")
 
     on_two_ranks = run(bin / "keras-dist", "run", "-np", "2", "python", "train.py", **start)
     check_training(on_two_ranks, code)
     check_training(run(bin / "python", "train.py", **start), code)
+
+
+def needed(distribution, extras):
+    """Returns the names of all distributions that one requires with some extras."""
+    found = {}
+
+    def add(distribution, extras):
+        for text in distribution.requires or ():
+            one = Requirement(text)
+            cases = [{"extra": extra} for extra in ("", *extras)]
+            if one.marker is not None and not any(map(one.marker.evaluate, cases)):
+                continue
+            if one.name not in found or not one.extras <= found[one.name]:
+                found[one.name] = found.get(one.name, set()) | one.extras
+                add(importlib.metadata.distribution(one.name), one.extras)
+
+    add(distribution, extras)
+    return found
+
+
+def link(name, folder):
+    """Links what a distribution of this environment installs into another one."""
+    for file in importlib.metadata.distribution(name).files:
+        parts = Path(os.path.relpath(file.locate(), sys.prefix)).parts
+        # Of a package its folder. Several have files in bin and lib.
+        parts = parts[:4] if "site-packages" in parts else parts
+        target = folder.joinpath(*parts)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(Path(sys.prefix, *parts))
 
 
 def check_training(printed, code):
