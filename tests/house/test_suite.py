@@ -4,12 +4,6 @@ import sys
 
 import pytest
 import suite
-from suite import GROUPS, JOBS, runs_in
-
-
-def test_every_file_names_its_jobs():
-    for path in suite.rank_files():
-        assert suite.jobs_of(path)
 
 
 @pytest.mark.parametrize("text", ["", 'pytestmark = pytest.mark.jobs("tensorflow-9")'])
@@ -18,25 +12,6 @@ def test_a_file_without_known_jobs_is_an_error(tmp_path, text):
     path.write_text(text)
     with pytest.raises(SystemExit, match=r"expected pytest\.mark\.jobs"):
         suite.jobs_of(path)
-
-
-def test_marks_add_jobs():
-    assert runs_in("torch-2", ["training", "torch-3"])
-    assert runs_in("torch-3", ["training", "torch-3"])
-    assert not runs_in("torch-3", ["training"])
-    assert set(GROUPS["training"]) <= {*JOBS}
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_part_is_counted(capsys, tmp_path, fails):
-    (tmp_path / "test_it.py").write_text(f"def test_it(): assert not {fails}\ndef test(): pass")
-    ran = suite.Suite(["-p", "no:cacheprovider"])
-    command = [sys.executable, "-m", "pytest", "--rootdir", tmp_path, tmp_path]
-    assert ran.run("a part", command, {"PATH": ""}) == fails
-    assert ran.end() == fails
-    printed = capsys.readouterr().out
-    assert printed.endswith(f"{2 - fails} passed, {int(fails)} failed\n")
-    assert "a part  " in printed.split("where the time went")[1]
 
 
 OF_JOBS = """
