@@ -2,11 +2,10 @@
 
 import importlib
 import inspect
-import os
-import subprocess
 import sys
 
 import pytest
+from start_jobs import lean, run
 
 from keras_dist import ops
 from keras_dist.ops.descriptions import compose
@@ -86,10 +85,8 @@ for name in face.__all__:
 def test_every_argument_of_a_framework_package_is_described(face):
     if not importlib.util.find_spec(face):
         pytest.skip(f"{face} is not installed")
-    environment = {**os.environ, "KERAS_BACKEND": face}
-    program = [sys.executable, "-c", FACE.format(face=face)]
-    ended = subprocess.run(program, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    ended = run([sys.executable, "-c", FACE.format(face=face)], env=lean(KERAS_BACKEND=face))
+    assert ended.returncode == 0, ended.stdout
     assert "allreduce 1 1" in ended.stdout.splitlines()
 
 

@@ -22,20 +22,7 @@ OURS = re.compile(r"(\./)?(scripts|examples|benchmarks|tests)/")
 LAUNCHERS = {"mpiexec", "mpirun", "srun"}
 OPTIONS = {"-n": 1, "-np": 1, "--ppn": 1, "--map-by": 1, "--with-ft": 1, "--mpi=pmix": 0}
 # Commands of the shell and of clusters.
-OTHERS = {
-    "[",
-    "cd",
-    "curl",
-    "export",
-    "module",
-    "scontrol",
-    "scp",
-    "sha256sum",
-    "ssh",
-    "ssh-keygen",
-    "trap",
-    "wait",
-}
+OTHERS = "[ cd curl export module scontrol scp sha256sum ssh ssh-keygen trap wait".split()
 
 
 def commands():
@@ -137,24 +124,6 @@ def test_commands_on_the_pages_are_right(there):
             check(words)
         except (AssertionError, KeyError) as error:
             raise AssertionError(f"{place}: {shlex.join(words)}: {error!r}") from error
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "keras-dist run -np 2 --restarts 3 python train.py",
-        "keras-dist doctors",
-        "mpirun -c 2 python train.py",
-        "python examples/mnist/train.py --epoch 3",
-        "pip install 'keras_dist[tensorflow,mpi]'",
-        "scripts/tests",
-        "kerasdist run -np 2 python train.py",
-    ],
-)
-def test_a_command_that_is_wrong_is_found(there, line):
-    [words] = split(line)
-    with pytest.raises((AssertionError, KeyError)):
-        check(words)
 
 
 def test_scripts_on_the_pages_can_be_read_by_bash():

@@ -53,36 +53,25 @@ def git(folder, *words):
     subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True)
 
 
-def refused(folder, *words):
-    """Returns the error of a release."""
-    made = subprocess.run([folder / "scripts/release", *words], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("change", "words", "expected"),
+    [
+        ("touch new", "--dry-run files", "not committed"),
+        ("sed -i s/1.2.3/1.2.31/ CHANGELOG.md", "--dry-run files", "has no section [1.2.3]"),
+        ("git tag v1.2.3", "--dry-run files", "the tag v1.2.3 exists"),
+        ("true", "--dry-run scripts", "exists"),  # as of an earlier release
+        ("true", "files", "the file of a key"),
+        ("true", "--dry-run", "one directory"),
+    ],
+)
+def test_a_wrong_release_is_refused(repository, change, words, expected):
+    subprocess.run(change.split(), cwd=repository, check=True)
+    if "CHANGELOG" in change:
+        git(repository, "commit", "--all", "--message", "change")
+    command = [repository / "scripts/release", *words.split()]
+    made = subprocess.run(command, cwd=repository, capture_output=True, text=True)
     assert made.returncode == 1 and not made.stdout
-    return made.stderr
-
-
-def test_a_tree_with_changes(repository):
-    (repository / "new").touch()
-    assert "not committed" in refused(repository, "--dry-run", "files")
-
-
-def test_a_version_without_a_section(repository):
-    (repository / "CHANGELOG.md").write_text("## [Unreleased]\n\n## [1.2.31] - 2030-01-02\n")
-    git(repository, "commit", "--all", "--message", "change")
-    assert "CHANGELOG.md has no section [1.2.3]" in refused(repository, "--dry-run", "files")
-
-
-def test_a_tag_that_exists(repository):
-    git(repository, "tag", "v1.2.3")
-    assert "the tag v1.2.3 exists" in refused(repository, "--dry-run", "files")
-
-
-def test_files_of_an_earlier_release(repository, tmp_path_factory):
-    assert "exists" in refused(repository, "--dry-run", str(tmp_path_factory.mktemp("files")))
-
-
-def test_a_release_needs_a_key(repository):
-    assert "the file of a key" in refused(repository, "files")
-    assert "one directory" in refused(repository, "--dry-run")
+    assert expected in made.stderr
 
 
 # --- A release
