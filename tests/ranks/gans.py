@@ -1,4 +1,4 @@
-"""A GAN with its own train step and two optimizers that are built at their first steps."""
+"""GANs with their own train step and two optimizers."""
 
 from itertools import chain
 
@@ -10,62 +10,26 @@ NOISE, PIXELS = 2, FEATURES
 BACKEND = keras.backend.backend()
 
 
-class TwoOptimizers(keras.Model):
-    """A generator and a discriminator, each with an optimizer passed to `compile`.
+class Turns(keras.Model):
+    """A model with several optimizers, which take turns in a step.
 
-    Args:
-        patience: steps of the discriminator before the first step of the generator; requires
-            eager execution if not 0.
-        seed: seed of the discriminator's dropout.
+    A JAX step receives all state, but that of further optimizers only among the variables that are
+    not trained.
     """
 
-    def __init__(self, patience=0, seed=5):
-        super().__init__()
-        self.maker = keras.Sequential([keras.Input((NOISE,)), layers.Dense(PIXELS)])
-        self.judge = keras.Sequential(
-            [keras.Input((PIXELS,)), layers.Dropout(0.3, seed=seed), layers.Dense(1)]
-        )
-        self.seeds = keras.random.SeedGenerator(11)
-        self.patience = patience
-        self.d_optimizer = self.g_optimizer = None
-        self.built = BACKEND != "tensorflow" or patience > 0  # which requires an unbuilt model
-
-    def compile(self, d_optimizer, g_optimizer, **options):
-        super().compile(**options)
-        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
-
-    @property
-    def non_trainable_variables(self):
-        found = super().non_trainable_variables
-        if BACKEND != "jax" or self.d_optimizer is None:
-            return found
-        # A JAX step receives all state, requested here before the first step.
-        for _, optimizer, network in self.turns(None):
-            if not optimizer.built:
-                optimizer.build(network.trainable_variables)
-        return [*self.d_optimizer.variables, *self.g_optimizer.variables, *found]
-
-    def turns(self, real):
-        def made():
-            noise = keras.random.normal((ops.shape(real)[0], NOISE), seed=self.seeds)
-            return self.judge(self.maker(noise, training=True), training=True)
-
-        def loss_of_judge():
-            judged = ops.mean(ops.softplus(-self.judge(real, training=True)))
-            return judged + ops.mean(ops.softplus(made()))
-
-        yield loss_of_judge, self.d_optimizer, self.judge
-        if not self.patience or int(self.d_optimizer.iterations) > self.patience:
-            yield lambda: ops.mean(ops.softplus(-made())), self.g_optimizer, self.maker
+    def turns(self, *data):
+        """Yields `(loss, optimizer, network)` of each turn; the loss is a function."""
+        raise NotImplementedError
 
     def train_step(self, *state_and_data):
-        real, _, _ = keras.utils.unpack_x_y_sample_weight(state_and_data[-1])
+        data = keras.utils.unpack_x_y_sample_weight(state_and_data[-1])
+        data = [each for each in data if each is not None]
         if BACKEND == "jax":
-            return self.step_of_jax(state_and_data[0], real)
-        losses = [descend(*turn) for turn in self.turns(real)]
+            return self.step_of_jax(state_and_data[0], data)
+        losses = [descend(*turn) for turn in self.turns(*data)]
         return {"loss": losses[0]}
 
-    def step_of_jax(self, state, real):
+    def step_of_jax(self, state, data):
         kinds = [
             self.trainable_variables,
             self.non_trainable_variables,
@@ -74,7 +38,7 @@ class TwoOptimizers(keras.Model):
         ]
         given = list(zip(chain(*kinds), chain(*state), strict=True))
         with keras.StatelessScope(given) as scope:
-            for turn in self.turns(real):
+            for turn in self.turns(*data):
                 descend_of_jax(self, *turn)
         return {}, tuple([scope.get_current_value(one) for one in kind] for kind in kinds)
 
@@ -84,10 +48,12 @@ def descend(loss_of, optimizer, network):
     if BACKEND == "torch":
         import torch
 
+        for variable in variables:
+            variable.value.grad = None
         loss = loss_of()
-        gradients = torch.autograd.grad(loss, [variable.value for variable in variables])
+        loss.backward()
         with torch.no_grad():
-            optimizer.apply(gradients, variables)
+            optimizer.apply([variable.value.grad for variable in variables], variables)
             return loss.detach()
     import tensorflow as tf
 
@@ -122,18 +88,65 @@ def assign(variables, values):
         variable.assign(value)
 
 
-class Gan(keras.Model):
-    """A generator and a discriminator, each with its own optimizer.
+class TwoOptimizers(Turns):
+    """A generator and a discriminator, each with an optimizer passed to `compile`.
 
-    A JAX train step receives the state of the compiled optimizer only, so the state of the other
-    optimizer is passed with the non-trainable variables.
+    The optimizers are built at their first steps.
+
+    Args:
+        patience: steps of the discriminator before the first step of the generator; requires
+            eager execution if not 0.
+        seed: seed of the discriminator's dropout.
     """
+
+    def __init__(self, patience=0, seed=5):
+        super().__init__()
+        self.maker = keras.Sequential([keras.Input((NOISE,)), layers.Dense(PIXELS)])
+        self.judge = keras.Sequential(
+            [keras.Input((PIXELS,)), layers.Dropout(0.3, seed=seed), layers.Dense(1)]
+        )
+        self.seeds = keras.random.SeedGenerator(11)
+        self.patience = patience
+        self.d_optimizer = self.g_optimizer = None
+        self.built = BACKEND != "tensorflow" or patience > 0  # which requires an unbuilt model
+
+    def compile(self, d_optimizer, g_optimizer, **options):
+        super().compile(**options)
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    @property
+    def non_trainable_variables(self):
+        found = super().non_trainable_variables
+        if BACKEND != "jax" or self.d_optimizer is None:
+            return found
+        # Requested here before the first step.
+        for _, optimizer, network in self.turns(None):
+            if not optimizer.built:
+                optimizer.build(network.trainable_variables)
+        return [*self.d_optimizer.variables, *self.g_optimizer.variables, *found]
+
+    def turns(self, real):
+        def made():
+            noise = keras.random.normal((ops.shape(real)[0], NOISE), seed=self.seeds)
+            return self.judge(self.maker(noise, training=True), training=True)
+
+        def loss_of_judge():
+            judged = ops.mean(ops.softplus(-self.judge(real, training=True)))
+            return judged + ops.mean(ops.softplus(made()))
+
+        yield loss_of_judge, self.d_optimizer, self.judge
+        if not self.patience or int(self.d_optimizer.iterations) > self.patience:
+            yield lambda: ops.mean(ops.softplus(-made())), self.g_optimizer, self.maker
+
+
+class Gan(Turns):
+    """A generator and a discriminator, each with its own optimizer, on data and noise."""
 
     def __init__(self, wrap=lambda optimizer: optimizer):
         super().__init__()
         keras.utils.set_random_seed(1)
-        self.maker = keras.Sequential([keras.Input((2,)), keras.layers.Dense(FEATURES)])
-        self.judge = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1)])
+        self.maker = keras.Sequential([keras.Input((NOISE,)), layers.Dense(PIXELS)])
+        self.judge = keras.Sequential([keras.Input((PIXELS,)), layers.Dense(1)])
         self.judging = wrap(keras.optimizers.SGD(0.1, momentum=0.9))
         self.compile(wrap(keras.optimizers.Adam(0.01)))
         if BACKEND == "jax":  # a JAX step receives all state, so it must exist
@@ -141,62 +154,17 @@ class Gan(keras.Model):
             self.optimizer.build(self.maker.trainable_variables)
         self.built = True
 
-    def losses_of(self, real, noise):
-        made, softplus = self.judge(self.maker(noise)), keras.ops.softplus
-        judged = keras.ops.mean(softplus(-self.judge(real))) + keras.ops.mean(softplus(made))
-        return judged, keras.ops.mean(softplus(-made))
-
-    def train_step(self, *arguments):
-        real, noise = arguments[-1]
-        if BACKEND == "jax":
-            return self.step_of_jax(arguments[0], real, noise)
-        if BACKEND == "torch":
-            import torch
-
-            for loss, optimizer, network in self.turns():
-                self.zero_grad()
-                loss(real, noise).backward()
-                variables = network.trainable_weights
-                with torch.no_grad():
-                    optimizer.apply([v.value.grad for v in variables], variables)
-            return {}
-        import tensorflow as tf
-
-        for loss, optimizer, network in self.turns():
-            with tf.GradientTape() as tape:
-                value = loss(real, noise)
-            variables = network.trainable_variables
-            optimizer.apply(tape.gradient(value, variables), variables)
-        return {"loss": value}
-
-    def turns(self):
-        yield lambda *data: self.losses_of(*data)[0], self.judging, self.judge
-        yield lambda *data: self.losses_of(*data)[1], self.optimizer, self.maker
-
-    def step_of_jax(self, state, real, noise):
-        import jax
-
-        trainable, others, making, metrics = state
-        maker, judge = trainable[:2], trainable[2:]
-        judging, others = (
-            others[: len(self.judging.variables)],
-            others[len(self.judging.variables) :],
-        )
-
-        def loss(number):
-            def of(maker, judge):
-                values = zip(self.trainable_variables, [*maker, *judge], strict=True)
-                with keras.StatelessScope(list(values)):
-                    return self.losses_of(real, noise)[number]
-
-            return of
-
-        gradients = jax.grad(loss(0), 1)(maker, judge)
-        judge, judging = self.judging.stateless_apply(judging, gradients, judge)
-        gradients = jax.grad(loss(1), 0)(maker, judge)
-        maker, making = self.optimizer.stateless_apply(making, gradients, maker)
-        return {}, ([*maker, *judge], [*judging, *others], making, metrics)
-
     @property
     def non_trainable_variables(self):
         return [*self.judging.variables, *super().non_trainable_variables]
+
+    def turns(self, real, noise):
+        def loss_of_judge():
+            judged = ops.mean(ops.softplus(-self.judge(real)))
+            return judged + ops.mean(ops.softplus(self.judge(self.maker(noise))))
+
+        def loss_of_maker():
+            return ops.mean(ops.softplus(-self.judge(self.maker(noise))))
+
+        yield loss_of_judge, self.judging, self.judge
+        yield loss_of_maker, self.optimizer, self.maker
