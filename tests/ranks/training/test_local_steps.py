@@ -1,7 +1,5 @@
 """`DistributedOptimizer(local_steps=...)`: steps of each rank, averages at the ends of rounds."""
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
@@ -9,13 +7,16 @@ from local_training import (
     BACKEND,
     BATCH,
     STEPS,
+    WAYS,
+    Stop,
     batches_of,
     data_of,
     fit,
+    graph_of,
     local,
     make,
     tf_update,
-    update_of_loop,
+    weights_of_reference,
 )
 from small_training import agreed, assert_close, compiled, weights_of
 from start_jobs import wait_for
@@ -24,36 +25,16 @@ import keras_dist
 from keras_dist import LocalSteps, errors
 from keras_dist.training.model_state import to_numpy
 
-pytestmark = pytest.mark.jobs("training", "tensorflow-1", "jax-2", "torch-3")
+pytestmark = pytest.mark.jobs("training", "jax-2")
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
-ROUNDS = 3, 3, 1  # of an epoch with rounds of three steps
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow's graphs")
+several_in_an_execution = pytest.mark.skipif(
+    BACKEND == "torch", reason="Keras on torch takes one step in an execution"
+)
 
 
-def reference(make_inner, rate, momentum, epochs=1, normalized=False):
-    """Trains the models of all ranks in this process; the outer optimizer is that of the paper."""
-    models = [make(make_inner(), normalized) for _ in range(keras_dist.size())]
-    anchors = [np.float64(w) for w in weights_of(models[0])]
-    trained = [w.trainable for w in models[0].weights]
-    velocities = [np.zeros_like(anchor) for anchor in anchors]
-    for _ in range(epochs):
-        batches = [iter(batches_of(rank)) for rank in range(len(models))]
-        for steps in ROUNDS:
-            for model, mine in zip(models, batches, strict=True):
-                for x, y in itertools.islice(mine, steps):
-                    model.train_on_batch(x, y)
-            means = [np.mean(ws, axis=0) for ws in zip(*map(weights_of, models), strict=True)]
-            for at, mean in enumerate(means):
-                gradient = anchors[at] - mean
-                velocities[at] = momentum * velocities[at] + gradient
-                step = rate * (gradient + momentum * velocities[at])
-                anchors[at] = anchors[at] - step if trained[at] else mean
-            for model in models:
-                model.set_weights([anchor.astype("float32") for anchor in anchors])
-    return anchors
-
-
-@pytest.mark.skipif(BACKEND == "torch", reason="has no steps_per_execution")
+@several_in_an_execution
 def test_train_on_batch_takes_one_step_of_a_round_whatever_an_execution_has():
     model = make(local(SGD(0.1), 3), steps_per_execution=2)
     equal = []
@@ -63,6 +44,7 @@ def test_train_on_batch_takes_one_step_of_a_round_whatever_an_execution_has():
     assert equal == [keras_dist.size() == 1] * 2 + [True]
 
 
+@pytest.mark.jobs("tensorflow-1", "torch-3")
 @pytest.mark.parity("local steps: rounds of `fit` equal those computed by numpy: {name}")
 @pytest.mark.parametrize(
     "name, outer, rate, momentum",
@@ -75,31 +57,33 @@ def test_train_on_batch_takes_one_step_of_a_round_whatever_an_execution_has():
 def test_rounds_equal_a_reference(name, outer, rate, momentum):
     model = make(local(Adam(0.01), 3, outer=outer), normalized=True)
     fit(model, epochs=2)
-    expected = reference(lambda: Adam(0.01), rate, momentum, epochs=2, normalized=True)
-    assert_close(weights_of(model), expected, 2e-6)
+    how = {"rate": rate, "momentum": momentum, "normalized": True, "epochs": 2}
+    assert_close(weights_of(model), weights_of_reference(lambda: Adam(0.01), 3, **how), 2e-6)
     assert agreed([to_numpy(w).tobytes() for w in model.weights])
     keras_dist.verify_replicas(model)
 
 
-def test_averages_after_each_step_are_those_of_an_outer_step_of_one():
-    averaged, stepped = (
-        make(local(Adam(0.01), 1, outer=None)),
-        make(local(Adam(0.01), 1, outer=SGD(1.0))),
-    )
-    for model in (averaged, stepped):
-        fit(model)
-    for value, wanted in zip(weights_of(averaged), weights_of(stepped), strict=True):
-        np.testing.assert_array_equal(value, wanted)
+@pytest.mark.jobs("tensorflow-1", "torch-3")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("length", "count", "delay"), [(3, 1, 0), (4, 2, 0), (4, 3, 2)])
+def test_steps_that_are_taken_otherwise_equal_a_reference(way, length, count, delay):
+    optimizer = local(SGD(0.1), length, fragments=count, delay=delay)
+    model = make(optimizer, jit_compile=way == "XLA" or "auto")
+    WAYS[way](model)
+    expected = weights_of_reference(lambda: SGD(0.1), length, count, delay)
+    assert_close(weights_of(model), expected, 4e-6)
+    assert agreed([w.tobytes() for w in weights_of(model)])
 
 
 def test_averages_after_each_step_of_sgd_are_those_of_gradients():
-    averaged, reduced = (
-        make(local(SGD(0.1), 1, outer=None)),
-        make(keras_dist.DistributedOptimizer(SGD(0.1))),
-    )
-    for model in (averaged, reduced):
+    optimizers = local(SGD(0.1), 1, outer=None), local(SGD(0.1), 1, outer=SGD(1.0))
+    models = [make(each) for each in (*optimizers, keras_dist.DistributedOptimizer(SGD(0.1)))]
+    for model in models:
         fit(model)
-    assert_close(weights_of(averaged), weights_of(reduced))
+    averaged, stepped, reduced = map(weights_of, models)
+    for value, wanted in zip(averaged, stepped, strict=True):
+        np.testing.assert_array_equal(value, wanted)
+    assert_close(averaged, reduced)
 
 
 def test_a_round_takes_its_steps_without_communication(shared_tmp_path):
@@ -128,7 +112,7 @@ def test_accumulated_batches_are_one_step():
     assert agreed([w.tobytes() for w in weights_of(model)])
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch takes one step in an execution")
+@several_in_an_execution
 def test_a_round_ends_with_an_execution_of_several_steps():
     model = make(local(SGD(0.1), 3, outer=None), steps_per_execution=2)
     fit(model)
@@ -136,68 +120,19 @@ def test_a_round_ends_with_an_execution_of_several_steps():
     keras_dist.verify_replicas(model)
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="Keras on torch compiles for minutes")
-def test_compiled_steps_are_local_steps():
-    model = make(local(SGD(0.1), 3), jit_compile=True)
-    fit(model)
-    assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
-
-
-def test_updates_of_a_loop_are_local_steps():
-    model = make(optimizer := local(SGD(0.1), 3))
-    for x, y in batches_of(keras_dist.rank()):
-        update_of_loop(model, optimizer, x, y)
-    optimizer.finish_round()
-    assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
-    assert agreed([w.tobytes() for w in weights_of(model)])
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
-def test_updates_of_a_graph_are_local_steps():
-    import tensorflow as tf
-
-    model = make(optimizer := local(SGD(0.1), 3))
-    update = tf.function(lambda x, y: tf_update(model, optimizer, x, y))
-    for x, y in batches_of(keras_dist.rank()):
-        update(tf.constant(x), tf.constant(y))
-    optimizer.finish_round()
-    assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
-def test_updates_outside_of_a_graph_belong_to_its_rounds():
-    import tensorflow as tf
-
-    model = make(optimizer := local(SGD(0.1), 3))
-    update = tf.function(lambda x, y: tf_update(model, optimizer, x, y))
-    for number, (x, y) in enumerate(batches_of(keras_dist.rank())):
-        if number < 2:
-            update(tf.constant(x), tf.constant(y))
-        else:
-            tf_update(model, optimizer, x, y)
-    optimizer.finish_round()
-    assert_close(weights_of(model), reference(lambda: SGD(0.1), 1.0, 0.5), 2e-6)
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
+@on_tensorflow
 @pytest.mark.parametrize("streaming", [{}, {"fragments": 2, "delay": 1}])
 def test_steps_of_other_kinds_have_rounds_of_their_own(streaming):
-    import tensorflow as tf
-
     model = make(optimizer := local(SGD(0.1), 4, **streaming))
-
-    def graph():
-        return tf.function(lambda x, y: tf_update(model, optimizer, x, y))
-
     x, y = batches_of(keras_dist.rank())[0]
     model.train_on_batch(x, y)
     with pytest.raises(Exception, match=r"Call optimizer\.finish_round\(\) before the function"):
-        graph()(tf.constant(x), tf.constant(y))
+        graph_of(model)(x, y)
     optimizer.finish_round()
-    update = graph()
+    update = graph_of(model)
     for _ in range(2):
         for _ in range(5):
-            update(tf.constant(x), tf.constant(y))
+            update(x, y)
         model.train_on_batch(x, y)
     optimizer.finish_round()
     assert agreed([w.tobytes() for w in weights_of(model)])
@@ -207,29 +142,27 @@ def test_steps_of_other_kinds_have_rounds_of_their_own(streaming):
     assert agreed([w.tobytes() for w in weights_of(model)])
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have no graph besides XLA")
+@on_tensorflow
 def test_a_graph_that_one_rank_traces_again_counts_its_steps():
-    import tensorflow as tf
-
     model = make(optimizer := local(SGD(0.1), 10, outer=None))
-    update = tf.function(lambda x, y: tf_update(model, optimizer, x, y))
+    update = graph_of(model)
     for number, (x, y) in enumerate(batches_of(keras_dist.rank())):
         rows = slice(0, BATCH - (number == 2 and keras_dist.rank() > 0))
-        update(tf.constant(x[rows]), tf.constant(y[rows]))
+        update(x[rows], y[rows])
     everyone = keras_dist.allgather_object(weights_of(model))
     optimizer.finish_round()
     expected = [np.mean(values, axis=0) for values in zip(*everyone, strict=True)]
     assert_close(weights_of(model), expected, 2e-6)
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="others broadcast before the first step")
+@on_tensorflow
 def test_weights_may_be_broadcast_after_the_first_step():
     import keras_dist.tensorflow as hvd
 
     model = make(optimizer := local(SGD(0.1), 3, outer=None))
     model.set_weights([weight + keras_dist.rank() for weight in model.get_weights()])
     for number, (x, y) in enumerate(batches_of(keras_dist.rank())):
-        tf_update(model, optimizer, x, y)
+        tf_update(model, x, y)
         if number == 0:
             hvd.broadcast_variables(model.variables, root_rank=0)
     optimizer.finish_round()
@@ -271,27 +204,29 @@ def test_invalid_arguments_are_refused(arguments):
 
 # --- What a fit does beside steps
 
-
-class Stop(keras.callbacks.Callback):
-    """Stops training on one rank, in the middle of a round."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 3 and keras_dist.rank() == keras_dist.size() - 1:
-            self.model.stop_training = True
+STREAMS = {
+    "rounds": {"steps": 3, "outer": None},
+    "fragments": {"steps": 4, "fragments": 2},
+    "late averages": {"steps": 4, "fragments": 2, "delay": 2},
+}
 
 
-def test_a_stop_on_one_rank_takes_effect_at_the_end_of_the_round():
-    model = make(local(SGD(0.1), 3, outer=None))
-    fit(model, epochs=2, callbacks=[Stop()])
-    assert int(model.optimizer.iterations) == 6
-    assert model.optimizer._keras_dist.rounds.ended == 2
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stop_on_one_rank_takes_effect_where_the_last_fragment_is_due(kind):
+    asks, stops = (3, 6) if kind == "rounds" else (1, 4)
+    model = make(local(SGD(0.1), **STREAMS[kind]))
+    fit(model, epochs=2, callbacks=[Stop(asks)])
+    assert int(model.optimizer.iterations) == stops
+    assert model.optimizer._keras_dist.rounds.ended == 2 or kind != "rounds"
     keras_dist.verify_replicas(model)
 
 
-@pytest.mark.parametrize("others", [3, 6], ids=["in a round", "after a round"])
+@pytest.mark.jobs("torch-3")
+@pytest.mark.parametrize("others", [3, 5, 6])
 @pytest.mark.parametrize("uneven", ["continue", "stop"])
-def test_ranks_out_of_data_have_the_weights_of_the_others(uneven, others):
-    model = make(local(SGD(0.1), 2, outer=None))
+@pytest.mark.parametrize("kind", STREAMS)
+def test_ranks_out_of_data_have_the_weights_of_the_others(kind, uneven, others):
+    model = make(local(SGD(0.1), **STREAMS[kind]))
     x, y = data_of(keras_dist.rank())
     count = BATCH * (STEPS if keras_dist.rank() == 0 else others)
     callbacks = keras_dist.callbacks(uneven=uneven)
@@ -351,8 +286,9 @@ def test_local_layers_are_not_averaged():
         assert not agreed([w.tobytes() for w in own])
 
 
-def test_copies_have_the_same_local_steps(shared_tmp_path):
-    model = make(local(SGD(0.1), 3, outer=SGD(0.5)))
+@pytest.mark.parametrize("steps", [{"outer": SGD(0.5)}, {"fragments": 2, "delay": 1}])
+def test_copies_have_the_same_local_steps(steps, shared_tmp_path):
+    model = make(local(SGD(0.1), 3, **steps))
     fit(model)
     if keras_dist.rank() == 0:
         model.save(shared_tmp_path / "model.keras")
@@ -362,7 +298,9 @@ def test_copies_have_the_same_local_steps(shared_tmp_path):
         fit(each)
     for value, wanted in zip(weights_of(loaded), weights_of(model), strict=True):
         np.testing.assert_array_equal(value, wanted)
-    assert loaded.optimizer._keras_dist.rounds.outers[0].learning_rate == 0.5
+    rounds = loaded.optimizer._keras_dist.rounds
+    assert rounds.outers[0].learning_rate == (0.5 if "outer" in steps else 1.0)
+    assert len(rounds.fragments) == steps.get("fragments", 1)
 
 
 @pytest.mark.skipif(keras_dist.size() == 1, reason="of several ranks")
