@@ -1,15 +1,19 @@
-"""Classes with Keras' trainer in them that are no `keras.Model` train as models do."""
+"""Trainers that are no `keras.Model`, models that build late, and several optimizers in a step."""
 
 import keras
 import numpy as np
 import pytest
+from gans import Gan
 from interrupting import Interrupt, Interrupted
 from small_training import (
     BATCH,
     CLASSES,
     FEATURES,
+    STEPS,
+    agreed,
     assert_close,
     compiled,
+    fit_rows,
     global_data,
     rows_of_rank,
     weights_of,
@@ -18,7 +22,7 @@ from small_training import (
 import keras_dist
 from keras_dist.callbacks import BackupAndRestore
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
 
 Trainer = next(each for each in keras.Model.__mro__ if "make_train_function" in vars(each))
 
@@ -84,26 +88,64 @@ def test_a_batch_trains_a_trainer_like_one_process():
     assert_close(weights_of(model), weights_of(alone))
 
 
-class Marked(keras.Model):
+class Late(keras.Model):
     """A model without a `build`: that of Keras marks it as built, and makes no weights."""
 
-    def __init__(self, **options):
-        super().__init__(**options)
+    def __init__(self, is_marked):
+        super().__init__()
         keras.utils.set_random_seed(1)
         self.hidden = keras.layers.Dense(8, "relu")
         self.outputs_of_classes = keras.layers.Dense(CLASSES, "softmax")
-        self.build((None, FEATURES))
+        if is_marked:
+            self.build((None, FEATURES))
 
     def call(self, x):
         return self.outputs_of_classes(self.hidden(x))
 
 
 @pytest.mark.filterwarnings("ignore:.build")
-def test_a_model_that_is_only_marked_as_built_trains_like_one_process(shared_tmp_path):
+@pytest.mark.parity("a subclassed model that is not built")
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_model_that_is_not_built_trains_like_one_process(is_marked, shared_tmp_path):
     whole = global_data()
     own = [rows_of_rank(each, BATCH) for each in whole]
-    alone = compiled(Marked(), sgd())
+    alone = compiled(Late(is_marked), sgd())
     trained(alone, whole, BATCH * keras_dist.size())
-    model = compiled(Marked(), keras_dist.DistributedOptimizer(sgd()))
+    model = compiled(Late(is_marked), keras_dist.DistributedOptimizer(sgd()))
     trained(model, own, BATCH, *keras_dist.callbacks(BackupAndRestore(shared_tmp_path / "backup")))
     assert_close(weights_of(model), weights_of(alone), 1e-5)
+
+
+# --- Several optimizers
+
+
+@pytest.mark.parity("two optimizers in one `train_step`, as in a GAN")
+def test_two_optimizers_in_one_train_step():
+    n = keras_dist.size()
+    real, _ = global_data()
+    noise = np.random.default_rng(2).standard_normal((len(real), 2)).astype("float32")
+    plain, model = Gan(), Gan(keras_dist.DistributedOptimizer)
+    plain.fit(real, noise, batch_size=BATCH * n, shuffle=False, verbose=0)
+    fit_rows(model, rows_of_rank(real, BATCH), rows_of_rank(noise, BATCH))
+    assert agreed([weight.tobytes() for weight in weights_of(model)])
+    assert agreed([np.array(v).tobytes() for v in model.judging.variables])
+    assert int(model.judging.iterations) == int(model.optimizer.iterations) == STEPS
+    assert_close(weights_of(model), weights_of(plain))
+
+
+def test_each_of_two_optimizers_under_a_loss_scale_skips_its_own_steps():
+    n = keras_dist.size()
+    real, _ = global_data()
+    real[BATCH * n - 1] = np.inf  # first step, last rank
+    noise = np.random.default_rng(2).standard_normal((len(real), 2)).astype("float32")
+
+    def scaled(optimizer):
+        return keras.optimizers.LossScaleOptimizer(optimizer, 1.0)
+
+    plain, model = Gan(scaled), Gan(lambda one: scaled(keras_dist.DistributedOptimizer(one)))
+    plain.fit(real, noise, batch_size=BATCH * n, shuffle=False, verbose=0)
+    fit_rows(model, rows_of_rank(real, BATCH), rows_of_rank(noise, BATCH))
+    keras_dist.verify_replicas(model)
+    for one in (plain, model):  # only the discriminator's loss overflows
+        assert (int(one.judging.iterations), int(one.optimizer.iterations)) == (STEPS - 1, STEPS)
+    assert_close(weights_of(model), weights_of(plain))
