@@ -7,6 +7,7 @@ import threading
 import keras
 import numpy as np
 import pytest
+from comparison import MeanPenalty
 from small_training import agreed, assert_close, weights_of
 
 import keras_dist
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.jobs("training", "jax-2")
 
 backend = keras.backend.backend()
 BATCH, TOKENS, WORDS, STEPS = 4, 5, 10, 2
+EAGER = {"run_eagerly": backend == "tensorflow"}  # tracing takes longer than the steps
 
 
 def text(lengths, seed=0):
@@ -38,14 +40,6 @@ def of_tokens():
 def of_rows(loss="mse"):
     layers = [keras.Input((TOKENS,)), keras.layers.Dense(1, kernel_regularizer="l2")]
     return keras.Sequential(layers), {"loss": loss}
-
-
-class MeanPenalty(keras.layers.Layer):
-    """Adds the mean of its inputs over the batch to the loss."""
-
-    def call(self, inputs):
-        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
-        return inputs
 
 
 def of_penalties():
@@ -112,6 +106,23 @@ def trained(make, optimizer, batches, callbacks=None):
     return model, {**{name: values[0] for name, values in logs.items()}, **tested}
 
 
+def distributed(made, rate=0.1, **options):
+    """Returns a model that all ranks train, of what the functions above return."""
+    model, compiled = made
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(rate))
+    model.compile(optimizer, **compiled, **options)
+    return model
+
+
+def both_ways(make, rate=0.1, **options):
+    """Returns a model of plain Keras and one that all ranks train, with equal weights."""
+    keras.utils.set_random_seed(1)
+    plain, compiled = make()
+    plain.compile(keras.optimizers.SGD(rate), **compiled, **options)
+    keras.utils.set_random_seed(1)
+    return plain, distributed(make(), rate, **options)
+
+
 def joined(parts):
     """Returns the batches of one process: those of all ranks that have one, in rank order."""
     batches = []
@@ -168,20 +179,15 @@ def both(tokens, numbers):
     return {"each": numbers, "all": numbers[:, 0]}
 
 
-# test_exactness has masks, weights, classes that are ignored, and ranks with fewer batches.
-CASES = {
-    "several outputs": (of_two_outputs, lambda: unequal(parts_of_text(both))),
-    "penalties of activities": (of_penalties, lambda: unequal(parts_of_rows())),
-    "a loss of the model's own": (of_own_loss, lambda: unequal(parts_of_rows())),
-    "a second pass in the loss": (of_two_passes, lambda: unequal(parts_of_rows())),
-}
+# test_exactness has several outputs, penalties, masks, weights, classes that are ignored, unequal
+# lengths, functions, and ranks with fewer batches.
+CASES = {"a loss of the model's own": of_own_loss, "a second pass in the loss": of_two_passes}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parity("losses count as in one process: {case}")
 def test_losses_are_those_of_one_process(case):
-    make, parts = CASES[case]
-    assert_as_in_one_process(make, parts())
+    assert_as_in_one_process(CASES[case], unequal(parts_of_rows()))
 
 
 class Own(keras.losses.Loss):
@@ -191,34 +197,19 @@ class Own(keras.losses.Loss):
         return keras.ops.mean(keras.ops.square(y_true - y_pred))
 
 
-@pytest.mark.parametrize("loss", [Own(), lambda y_true, y_pred: Own()(y_true, y_pred)])
-def test_a_loss_that_is_a_single_number_is_a_mean_over_samples(loss):
+@dataclasses.dataclass
+class Scaled:
+    """A loss without a hash, as dataclasses are."""
+
+    scale: float
+
+    def __call__(self, y_true, y_pred):
+        return self.scale * keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+
+@pytest.mark.parametrize("loss", [Own(), Scaled(2.0)])
+def test_a_loss_that_keras_does_not_reduce_is_a_mean_over_samples(loss):
     assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows()))
-
-
-@pytest.mark.parity("losses count as in one process: rows of unequal lengths")
-def test_rows_of_unequal_lengths_count_by_their_elements():
-    keras.utils.set_random_seed(1)
-    layers = [keras.Input((None, TOKENS)), keras.layers.Conv1D(1, 1)]
-    model = keras.Sequential(layers)
-    model.compile(
-        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)),
-        loss="mse",
-        jit_compile=backend == "tensorflow" or "auto",
-    )
-    rng = np.random.default_rng(0)
-    x = [rng.standard_normal((2, 3 + 5 * n, TOKENS)).astype("float32") for n in range(4)]
-    x = [each * (1 + n) for n, each in enumerate(x)][: keras_dist.size()]
-    differences = [np.square(model.predict(each, verbose=0) - each[..., :1]).ravel() for each in x]
-    mine = x[keras_dist.rank()]
-    options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
-    expected = np.mean(np.concatenate(differences))
-    # XLA does not compile this step on TensorFlow, so that the loss is that of all ranks.
-    found = [
-        model.train_on_batch(mine, mine[..., :1]),
-        model.evaluate(mine, mine[..., :1], **options),
-    ]
-    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-5)
 
 
 def of_positive_targets(y_true, y_pred):
@@ -236,23 +227,6 @@ class OfPositiveTargets(keras.losses.Loss):
         return of_positive_targets(y_true, y_pred)
 
 
-@dataclasses.dataclass
-class Scaled:
-    """A loss without a hash, as dataclasses are."""
-
-    scale: float
-
-    def __call__(self, y_true, y_pred):
-        return self.scale * keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
-
-
-def test_a_loss_needs_no_hash():
-    model, _ = of_rows()
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), Scaled(2.0))
-    x = np.ones((BATCH, TOKENS), "float32")
-    assert np.isfinite(model.train_on_batch(x, x[:, :1]))
-
-
 @pytest.mark.skipif(backend == "jax", reason="on JAX, a step does not keep variables of a loss")
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_step_calls_each_loss_once(eager):
@@ -262,9 +236,7 @@ def test_a_step_calls_each_loss_once(eager):
         count.assign_add(1.0)
         return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
 
-    model, _ = of_rows()
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model.compile(optimizer, counting, run_eagerly=eager)
+    model = distributed(of_rows(counting), run_eagerly=eager)
     x = np.ones((BATCH, TOKENS), "float32")
     for _ in range(STEPS):
         model.train_on_batch(x, x[:, :1])
@@ -280,15 +252,14 @@ def test_elements_that_a_loss_leaves_out_do_not_count(loss, eager):
     y = np.where(np.arange(len(x)) % size <= np.arange(len(x)) % 3, 1.0, -1.0)
     y[: size * BATCH : size] = -1.0  # rank 0 of several has nothing that counts in the first step
     y[size - 1] = 1.0
-    wrapped, results = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), []
-    for optimizer, number, share in (
-        (keras.optimizers.SGD(0.1), size * BATCH, slice(None)),
-        (wrapped, BATCH, slice(rank, None, size)),
+    results = []
+    for model, number, share, callbacks in zip(
+        both_ways(lambda: of_rows(loss), run_eagerly=eager),
+        (size * BATCH, BATCH),
+        (slice(None), slice(rank, None, size)),
+        ([], keras_dist.callbacks()),
+        strict=True,
     ):
-        keras.utils.set_random_seed(1)
-        model, _ = of_rows()
-        model.compile(optimizer, loss, run_eagerly=eager)
-        callbacks = keras_dist.callbacks() if optimizer is wrapped else []
         options = {"batch_size": number, "verbose": 0, "callbacks": callbacks}
         history = model.fit(x[share], y[share, None], shuffle=False, **options).history
         results.append((weights_of(model), history["loss"]))
@@ -301,22 +272,15 @@ def test_the_root_names_losses_that_compare_samples(caplog):
     global_losses._warn_of_whole_batch.cache_clear()
     x = np.ones((BATCH, TOKENS), "float32")
     for loss in (keras.losses.Dice(axis=-1, name="each"), keras.losses.Dice(name="whole")):
-        model, _ = of_rows()
-        model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss)
-        model.train_on_batch(x, x[:, :1])
+        distributed(of_rows(loss)).train_on_batch(x, x[:, :1])
     warns = keras_dist.rank() == 0 and keras_dist.size() > 1
     assert ("the loss 'whole'" in caplog.text) == warns
     assert "the loss 'each'" not in caplog.text
 
 
 def test_an_infinite_loss_is_infinite_on_all_ranks():
-    model, _ = of_rows()
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
-    model.compile(
-        optimizer,
-        loss=lambda y_true, y_pred: keras.ops.mean(y_true - y_pred),
-        run_eagerly=backend == "tensorflow",
-    )
+    made = of_rows(lambda y_true, y_pred: keras.ops.mean(y_true - y_pred))
+    model = distributed(made, 0.0, **EAGER)
     x = np.ones((BATCH + keras_dist.rank(), TOKENS), "float32")
     y = np.full((len(x), 1), np.inf if keras_dist.rank() == 0 else 1.0, "float32")
     assert model.train_on_batch(x, y) == np.inf
@@ -336,8 +300,7 @@ def test_a_step_forgets_the_losses_of_earlier_steps():
     asks, penalty = Asks(), MeanPenalty()
     asks.found, asks.other = [], (penalty,)
     model = keras.Sequential([keras.Input((TOKENS,)), asks, penalty, keras.layers.Dense(1)])
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model.compile(optimizer, loss="mse", run_eagerly=backend == "tensorflow")
+    distributed((model, {"loss": "mse"}), **EAGER)
     for rows in (2, 3, 4):
         x = np.ones((rows, TOKENS), "float32")
         model.train_on_batch(x, x[:, :1])
@@ -352,38 +315,29 @@ class Unreduced(keras.losses.Loss):
 
 
 def test_a_loss_that_nothing_reduces_is_that_of_one_process():
-    results, parts = [], parts_of_rows()
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.01))
-    for each, batches in (
-        (keras.optimizers.SGD(0.01), joined(parts)),
-        (optimizer, parts[keras_dist.rank()]),
-    ):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(1)])
-        model.compile(each, loss=Unreduced(), run_eagerly=backend == "tensorflow")
+    def make():
+        layers = [keras.Input((TOKENS,)), keras.layers.Dense(1)]
+        return keras.Sequential(layers), {"loss": Unreduced()}
+
+    parts = parts_of_rows()
+    models = both_ways(make, 0.01, **EAGER)
+    for model, batches in zip(models, (joined(parts), parts[keras_dist.rank()]), strict=True):
         if backend == "tensorflow":
             model.train_on_batch(*batches[0])
         else:  # as in one process
             with pytest.raises((RuntimeError, TypeError), match="scalar"):
                 model.train_on_batch(*batches[0])
-        results.append(weights_of(model))
-    assert_close(*results, 1e-5)
+    plain, model = models
+    assert_close(weights_of(model), weights_of(plain), 1e-5)
 
 
-@pytest.mark.parametrize("case", ["several outputs", "penalties of activities"])
-def test_train_on_batch_returns_the_loss_of_all_ranks(case):
-    make, parts = CASES[case]
-    parts, results = parts(), []
-    optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1)]
-    optimizers[1] = keras_dist.DistributedOptimizer(optimizers[1])
-    for optimizer, batches in zip(
-        optimizers, (joined(parts), parts[keras_dist.rank()]), strict=True
-    ):
-        keras.utils.set_random_seed(1)
-        model, compiled = make()
-        model.compile(optimizer, **compiled, run_eagerly=backend == "tensorflow")
+@pytest.mark.parametrize("make", [of_two_outputs, of_penalties])
+def test_train_on_batch_returns_the_loss_of_all_ranks(make):
+    parts = unequal(parts_of_rows() if make is of_penalties else parts_of_text(both))
+    results, models = [], both_ways(make, **EAGER)
+    for model, batches in zip(models, (joined(parts), parts[keras_dist.rank()]), strict=True):
         logs = []
-        for x, y, *_ in batches:
+        for x, y in batches:
             logs.append(model.train_on_batch(x, y, return_dict=True))
             model.reset_metrics()
         results.append((weights_of(model), logs))
@@ -395,8 +349,7 @@ def test_train_on_batch_returns_the_loss_of_all_ranks(case):
 
 
 def test_evaluation_without_callbacks_is_local():
-    model, compiled = of_tokens()
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
+    model = distributed(of_tokens(), **EAGER)
     [x, y], *_ = parts_of_text()[0]
     expected = model.evaluate(x, y, verbose=0, callbacks=keras_dist.callbacks())
     if keras_dist.rank() == 0:
@@ -425,10 +378,9 @@ def test_the_losses_of_a_step_are_exchanged_at_once(monkeypatch):
     monkeypatch.setattr(
         global_losses, "_summed", lambda *given: calls.append(1) or original(*given)
     )
-    model, compiled = of_two_outputs()
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model.get_layer("each").activity_regularizer = keras.regularizers.L2()
-    model.compile(optimizer, **compiled)
+    made = of_two_outputs()
+    made[0].get_layer("each").activity_regularizer = keras.regularizers.L2()
+    model = distributed(made)
     x, y = parts_of_text(both)[keras_dist.rank()][0]
     model.train_on_batch(x, y)
     # On JAX the denominators come first, so that XLA compiles the step as a whole.
@@ -442,8 +394,7 @@ def test_equal_batches_exchange_nothing(monkeypatch):
     monkeypatch.setattr(global_losses, "_exchanged", refuse)
     x = np.ones((3 * BATCH * keras_dist.size(), TOKENS), "float32")
     y = x[:, :1]
-    model, compiled = of_rows()
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **compiled)
+    model = distributed(of_rows())
     options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
     sharded = keras_dist.data.shard((x, y), batch_size=BATCH)
     model.fit(sharded, validation_data=(x, y), **options)
@@ -469,7 +420,7 @@ def test_other_models_keep_their_losses_during_a_step(run, is_part):
         pytest.skip("Keras cannot run a step within another one")
     x = np.random.default_rng(keras_dist.rank()).standard_normal((8, TOKENS)).astype("float32")
     other, compiled = of_rows(keras.losses.MeanSquaredError(reduction="sum"))
-    other.compile("sgd", **compiled, run_eagerly=backend == "tensorflow")
+    other.compile("sgd", **compiled, **EAGER)
     expected, seen = other.test_on_batch(x, x[:, :1]), []
 
     def evaluate():
@@ -486,9 +437,7 @@ def test_other_models_keep_their_losses_during_a_step(run, is_part):
     model = Evaluates(made.inputs, made.outputs)
     if is_part:
         model.other = other
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model.compile(optimizer, **compiled, run_eagerly=backend == "tensorflow")
-    model.train_on_batch(x, x[:, :1])
+    distributed((model, compiled), **EAGER).train_on_batch(x, x[:, :1])
     assert len(seen) == (keras_dist.rank() == 0)
     np.testing.assert_allclose(seen, [expected] * len(seen), rtol=1e-5)
 
