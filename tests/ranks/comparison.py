@@ -143,11 +143,7 @@ def concatenated(outputs):
     return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
 
-WRAPS = {
-    None: {},
-    "shard_state": {"shard_state": True},
-    "compression": {"compression": "bf16"},
-}
+WRAPS = {None: {}, "shard_state": {"shard_state": True}, "compression": {"compression": "bf16"}}
 CLASS_WEIGHTS = {0: 0.3, 1: 1.0, 2: 4.0}
 
 

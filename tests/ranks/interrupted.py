@@ -308,10 +308,7 @@ def keeper_of(way, folder):
         behind = way.callback == "parts behind"
         return ShardedCheckpoint(folder / "files", way.save_freq, asynchronous=behind)
     return BackupAndRestore(
-        folder / "files",
-        way.save_freq,
-        delete_checkpoint=False,
-        memory=way.callback == "memory",
+        folder / "files", way.save_freq, delete_checkpoint=False, memory=way.callback == "memory"
     )
 
 

@@ -13,62 +13,18 @@ pytestmark = pytest.mark.jobs("training", "torch-4")
 RANK, SIZE = keras_dist.rank(), keras_dist.size()
 
 
-# y = w0 * x0 + w1 * x1 + ..., of which each rank has a weight and its input.
-
-
-def loss_of(weight, x):
-    y = weight * x
-    if RANK > 0:
-        y = keras_dist.recv(RANK - 1, like=y, name="sum so far") + y
-    if RANK < SIZE - 1:
-        return keras_dist.send(y, RANK + 1, name="sum so far")
-    return ops.mean(y**2)
-
-
-def gradient_on_tensorflow(weight, x):
-    import tensorflow as tf
-
-    @tf.function
-    def gradient():
-        with tf.GradientTape() as tape:
-            loss = loss_of(variable.value, x)
-        return tape.gradient(loss, variable.value)
-
-    variable = keras.Variable(weight)
-    return gradient()
-
-
-def gradient_on_torch(weight, x):
-    variable = keras.Variable(weight)
-    loss_of(variable.value, ops.convert_to_tensor(x)).backward()
-    return variable.value.grad
-
-
-def gradient_on_jax(weight, x):
-    import jax
-
-    return jax.jit(jax.grad(loss_of))(weight, x)
-
-
-@pytest.mark.jobs("jax-2")
-def test_gradients_go_through_send_and_recv():
-    weights, inputs = np.float32([1.5, -2, 0.5, 3]), np.float32(range(4)) + np.arange(4)[:, None]
-    gradient = globals()[f"gradient_on_{keras.backend.backend()}"]
-    found = gradient(weights[RANK], inputs[RANK].astype("f4"))
-    y = weights[:SIZE] @ inputs[:SIZE]
-    expected = (2 * y * inputs[RANK]).mean()
-    np.testing.assert_allclose(ops.convert_to_numpy(found), expected, rtol=1e-5)
-
-
-def gradients_of(variables, loss):
-    """Returns the gradients of a function, eagerly, by variables."""
+def gradients_of(variables, loss, compiled=False):
+    """Returns the gradients of a function by variables, of a compiled step if there is one."""
     values = [variable.value for variable in variables]
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        with tf.GradientTape() as tape:
-            value = loss()
-        return tape.gradient(value, values)
+        def gradients():
+            with tf.GradientTape() as tape:
+                value = loss()
+            return tape.gradient(value, values)
+
+        return (tf.function(gradients) if compiled else gradients)()
     if keras.backend.backend() == "torch":
         import torch
 
@@ -79,7 +35,8 @@ def gradients_of(variables, loss):
         with keras.StatelessScope(zip(variables, values, strict=True)):
             return loss()
 
-    return jax.grad(loss_at)(values)
+    gradients = jax.grad(loss_at)
+    return (jax.jit(gradients) if compiled else gradients)(values)
 
 
 @pytest.mark.skipif(SIZE < 2, reason="needs two stages")
@@ -97,8 +54,9 @@ def test_gradients_go_through_variables_that_are_sent():
 
 
 @pytest.mark.jobs("jax-2")
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 4])  # 4 does not divide the batch
-def test_a_pipeline_has_the_gradients_of_the_whole_model(micro_batches):
+def test_a_pipeline_has_the_gradients_of_the_whole_model(micro_batches, compiled):
     random = np.random.default_rng(3)
     x, y = random.normal(size=(2, 10, 3)).astype("f4")
     kernels = random.normal(size=(SIZE, 3, 3)).astype("f4")  # of a layer on each rank
@@ -107,13 +65,14 @@ def test_a_pipeline_has_the_gradients_of_the_whole_model(micro_batches):
     def loss():
         total = 0.0
         parts = [np.array_split(array, micro_batches) for array in (x, y)]
-        for inputs, targets in zip(*parts, strict=True):
+        for number, (inputs, targets) in enumerate(zip(*parts, strict=True)):
+            name = f"activations of part {number}"
             if RANK > 0:
                 like = ops.zeros((len(inputs), 1)) + stage[0]
-                inputs = keras_dist.recv(RANK - 1, like=like)
+                inputs = keras_dist.recv(RANK - 1, like=like, name=name)
             outputs = ops.tanh(ops.matmul(inputs, stage.value))
             if RANK < SIZE - 1:
-                total += keras_dist.send(outputs, RANK + 1)
+                total += keras_dist.send(outputs, RANK + 1, name=name)
             else:
                 total += ops.sum(ops.square(ops.subtract(outputs, targets))) / len(x)
         return total
@@ -124,7 +83,7 @@ def test_a_pipeline_has_the_gradients_of_the_whole_model(micro_batches):
             outputs = ops.tanh(ops.matmul(outputs, variable.value))
         return ops.sum(ops.square(ops.subtract(outputs, y))) / len(x)
 
-    (found,) = gradients_of([stage], loss)
+    (found,) = gradients_of([stage], loss, compiled)
     whole = [keras.Variable(kernel) for kernel in kernels]
     expected = gradients_of(whole, whole_loss)[RANK]
     found, expected = (ops.convert_to_numpy(gradient) for gradient in (found, expected))

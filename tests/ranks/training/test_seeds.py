@@ -13,7 +13,7 @@ import pytest
 
 import keras_dist
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
 
 BACKEND = keras.config.backend()
 SEED = 42
@@ -120,20 +120,26 @@ def fit(model, *callbacks):
 
 
 @pytest.mark.parity("after `set_random_seed`: layers draw other numbers on each rank in `fit`")
-def test_layers_draw_other_numbers_on_each_rank_in_fit():
-    keras.utils.set_random_seed(SEED)
-    names, makers = zip(*LAYERS.items(), strict=True)
-    model, recorded = model_of(*(make() for make in makers))
-    assert all(equal(weight) for weight in model.weights)
-    for _ in range(2):
-        for layer in recorded:
-            layer.seen.clear()
-        fit(model)
-        for name, layer in zip(names, recorded, strict=True):
-            # Symbolic calls and those of the build come before those of the steps.
-            first, second = layer.seen[-2:]
-            assert differ(first) and differ(second), name
-            assert not np.array_equal(first, second), name
+def test_layers_draw_other_numbers_on_each_rank_in_fit_and_the_same_ones_again():
+    def seen():
+        keras.utils.set_random_seed(SEED)
+        names, makers = zip(*LAYERS.items(), strict=True)
+        model, recorded = model_of(*(make() for make in makers))
+        assert all(equal(weight) for weight in model.weights)
+        found = []
+        for _ in range(2):
+            for layer in recorded:
+                layer.seen.clear()
+            fit(model)
+            for name, layer in zip(names, recorded, strict=True):
+                # Symbolic calls and those of the build come before those of the steps.
+                first, second = layer.seen[-2:]
+                assert differ(first) and differ(second), name
+                assert not np.array_equal(first, second), name
+                found += [first, second]
+        return found
+
+    assert all(map(np.array_equal, seen(), seen()))
 
 
 def draws():
@@ -169,17 +175,6 @@ def test_generators_of_the_processes_are_equal_after_fit(fails):
     else:
         fit(model)
     assert all(equal(value) for value in draws().values())
-
-
-def test_the_same_seed_draws_the_same_numbers_again():
-    def seen():
-        keras.utils.set_random_seed(SEED)
-        model, recorded = model_of(*(make() for make in LAYERS.values()))
-        fit(model)
-        fit(model)
-        return [value for layer in recorded for value in layer.seen[-4:]]
-
-    assert all(map(np.array_equal, seen(), seen()))
 
 
 class AveragesItself(keras.Sequential):
@@ -278,9 +273,8 @@ def test_separate_seeds_of_layers_in_map(seed):
     assert differ(np.array(next(iter(images))))
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="tf.random belongs to TensorFlow")
 def test_separate_seeds_before_map_of_tf_random():
-    if BACKEND != "tensorflow":
-        pytest.skip("tf.random belongs to TensorFlow")
     import tensorflow as tf
 
     def drawn():
@@ -300,9 +294,8 @@ def test_seeds_are_separate_where_other_frameworks_are_hidden(monkeypatch):
     fit(model)
 
 
+@pytest.mark.skipif(BACKEND != "jax", reason="keys belong to JAX")
 def test_keys_of_jax_are_equal_until_they_are_folded():
-    if BACKEND != "jax":
-        pytest.skip("keys belong to JAX")
     import jax
 
     key = jax.random.key(SEED)
@@ -310,9 +303,8 @@ def test_keys_of_jax_are_equal_until_they_are_folded():
     assert differ(jax.random.normal(jax.random.fold_in(key, keras_dist.rank()), 8))
 
 
+@pytest.mark.skipif(BACKEND != "torch", reason="tests data sets of torch")
 def test_a_sampler_of_torch_draws_the_same_order_on_all_ranks_in_fit():
-    if BACKEND != "torch":
-        pytest.skip("tests data sets of torch")
     import torch
 
     count = 4 * keras_dist.size()

@@ -8,14 +8,7 @@ import keras
 import numpy as np
 import pytest
 from renaming import rename
-from small_training import (
-    BATCH,
-    assert_close,
-    distributed,
-    make_data,
-    make_model,
-    weights_of,
-)
+from small_training import BATCH, assert_close, distributed, make_data, make_model, weights_of
 from test_optimizer import train_both, train_on_batches
 
 import keras_dist
@@ -259,18 +252,16 @@ def train_with_a_tape():
     hvd.DistributedGradientTape(tape).gradient(loss, [weights])
 
 
-ways = [(train_a_model, 5), (train_variables, 5)]
-if BACKEND == "tensorflow":
-    ways.append((train_with_a_tape, 5))
+WAYS = [train_a_model, train_variables, *[train_with_a_tape] * (BACKEND == "tensorflow")]
 
 
 @pytest.mark.parity("the shared memory of a model is freed with it")
-@pytest.mark.parametrize(("train", "count"), ways)
-def test_the_memory_of_a_model_is_freed_with_it(train, count):
+@pytest.mark.parametrize("train", WAYS)
+def test_the_memory_of_a_model_is_freed_with_it(train):
     train()
     keras.utils.clear_session()
     before = shared_files()
-    for _ in range(count):
+    for _ in range(5):
         train()
         keras.utils.clear_session()
     # Less, if models of other tests end meanwhile.
