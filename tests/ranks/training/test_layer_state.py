@@ -16,6 +16,7 @@ from keras_dist.training import layer_state, replicas
 pytestmark = pytest.mark.jobs("training", "jax-2")
 
 layers, BACKEND = keras.layers, keras.backend.backend()
+EAGER = {"run_eagerly": BACKEND == "tensorflow"}  # tracing takes longer than the steps
 DATA = np.arange(8, dtype="float32")[:, None] ** 2
 NORMAL = ((DATA - DATA.mean()) / DATA.std()).ravel()
 
@@ -53,19 +54,19 @@ class Scaled(layers.Layer):
         self.names = json.loads(pathlib.Path(dir_path, "names.json").read_text())
 
 
-def compiled(*inner, distributed=True):
+def compiled(*inner, **options):
     dense = layers.Dense(1, kernel_initializer="ones")
     model = keras.Sequential([keras.Input((1,)), *inner, dense])
-    optimizer = keras.optimizers.SGD(0.0)
-    model.compile(keras_dist.DistributedOptimizer(optimizer) if distributed else optimizer, "mse")
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    model.compile(optimizer, "mse", **{**EAGER, **options})
     return model
 
 
-def normalizing(adapts_on=None):
+def normalizing(adapts_on=None, **options):
     layer = layers.Normalization()
     if adapts_on is None or adapts_on == keras_dist.rank():
         layer.adapt(DATA)
-    return compiled(keras.Sequential([keras.Sequential([layer])]))
+    return compiled(keras.Sequential([keras.Sequential([layer])]), **options)
 
 
 def fit(model, *callbacks, epochs=1):
@@ -79,9 +80,7 @@ def outputs(model):
     return found.ravel()
 
 
-def needs_two_ranks():
-    if keras_dist.size() == 1:
-        pytest.skip("a single rank has no other to differ from")
+on_several = pytest.mark.skipif(keras_dist.size() == 1, reason="a single rank cannot differ")
 
 
 def normalization_in(model):
@@ -90,7 +89,7 @@ def normalization_in(model):
 
 @pytest.mark.parity("constants that layers derive from variables follow the broadcast")
 def test_constants_follow_the_broadcast_into_steps_that_were_traced():
-    model = normalizing(adapts_on=0)
+    model = normalizing(adapts_on=0, run_eagerly=False)
     model.predict(DATA, verbose=0)
     for _ in range(2):
         fit(model)
@@ -106,6 +105,7 @@ def test_constants_follow_the_broadcast_into_steps_that_were_traced():
         assert model.evaluate(DATA, expected, verbose=0) < 1e-6
 
 
+@on_several
 def test_a_model_that_fit_builds_gets_the_constants_of_the_root():
     class Normalizing(keras.Model):
         def __init__(self):
@@ -115,7 +115,6 @@ def test_a_model_that_fit_builds_gets_the_constants_of_the_root():
         def call(self, inputs):
             return self.dense(self.normal(inputs))
 
-    needs_two_ranks()
     model = Normalizing()
     model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
     if keras_dist.rank() == 0:
@@ -126,9 +125,9 @@ def test_a_model_that_fit_builds_gets_the_constants_of_the_root():
     np.testing.assert_allclose(np.ravel(mean), DATA.mean(), rtol=1e-6)
 
 
+@on_several
 @pytest.mark.parity("`verify_replicas` compares what layers compute with")
 def test_constants_that_differ_are_named_and_repaired():
-    needs_two_ranks()
     model = normalizing(adapts_on=0)
     layer = normalization_in(model)
     for weight in model.weights:
@@ -143,8 +142,8 @@ def test_constants_that_differ_are_named_and_repaired():
     np.testing.assert_allclose(outputs(model), NORMAL, atol=1e-4)
 
 
+@on_several
 def test_constants_of_the_constructor_that_differ_are_an_error():
-    needs_two_ranks()
     layer = layers.Normalization(mean=float(keras_dist.rank()), variance=1.0)
     with pytest.raises(errors.MismatchError, match=rf"{layer.name} .*\(ranks 1"):
         fit(compiled(layer))
@@ -152,7 +151,7 @@ def test_constants_of_the_constructor_that_differ_are_an_error():
 
 def test_the_state_of_a_users_layer_follows_the_broadcast():
     layer = Scaled()
-    model = compiled(layer)
+    model = compiled(layer, run_eagerly=False)
     if keras_dist.rank() == 0:
         layer.set(2.0, 5.0, ["a", "\n"])
     model.predict(DATA, verbose=0)
@@ -172,8 +171,8 @@ def test_layers_with_local_variables_keep_their_state():
     assert layer.divisor == 2 * float(keras.ops.convert_to_numpy(layer.scale))
 
 
+@on_several
 def test_a_users_layer_that_fails_is_an_error_on_every_rank():
-    needs_two_ranks()
 
     class Failing(Scaled):
         def load_assets(self, dir_path):
@@ -202,8 +201,6 @@ def test_a_users_layer_that_can_be_saved_on_the_root_only():
 
 
 def test_a_users_layer_that_cannot_be_saved_trains_as_before(shared_tmp_path):
-    needs_two_ranks()
-
     class Unsaved(Scaled):
         def save_own_variables(self, store):
             raise NotImplementedError
@@ -281,7 +278,7 @@ class Keeping(keras.Model):
 
 def keeping(adapted):
     model = Keeping(adapted)
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", **EAGER)
     model.build((None, 1))
     return model
 
@@ -297,8 +294,8 @@ def test_vocabularies_and_bins_follow_the_broadcast():
     keras_dist.verify_replicas(model)
 
 
+@on_several
 def test_a_vocabulary_of_a_size_that_does_not_fit_is_named():
-    needs_two_ranks()
     pytest.importorskip("tensorflow")
     lookup = layers.IntegerLookup(output_mode="multi_hot")
     lookup.adapt(list(range(3 + keras_dist.rank())))
@@ -308,45 +305,28 @@ def test_a_vocabulary_of_a_size_that_does_not_fit_is_named():
     keras_dist.barrier()
 
 
-def ways(directory):
-    def sharded(**options):
-        return keras_dist.callbacks.ShardedCheckpoint(directory / "sharded", **options)
-
-    def backup():
-        return keras_dist.callbacks.BackupAndRestore(
-            directory / "backup", delete_checkpoint=False, memory=True
-        )
-
-    return {
-        "ShardedCheckpoint": (
-            lambda model: fit(model, sharded()),
-            lambda model: fit(model, sharded(), epochs=2),
-        ),
-        "checkpoints.load": (
-            lambda model: fit(model, sharded()),
-            lambda model: keras_dist.checkpoints.load(model, directory / "sharded"),
-        ),
-        "BackupAndRestore": (
-            lambda model: fit(model, backup()),
-            lambda model: fit(model, backup(), epochs=2),
-        ),
-        "elastic": (
-            lambda model: keras_dist.elastic.KerasState(model, directory=directory).commit(),
-            lambda model: keras_dist.elastic.KerasState(model, directory=directory).sync(),
-        ),
-    }
+SAVED = ("ShardedCheckpoint", "checkpoints.load")
 
 
 @pytest.mark.parity("a model that was not adapted restores what layers compute with")
-@pytest.mark.parametrize(
-    "way", ["ShardedCheckpoint", "checkpoints.load", "BackupAndRestore", "elastic"]
-)
+@pytest.mark.parametrize("way", [*SAVED, "BackupAndRestore", "elastic"])
 def test_a_model_that_was_not_adapted_restores_what_layers_compute_with(way, shared_tmp_path):
-    save, restore = ways(shared_tmp_path)[way]
-    before = keeping(True)
-    save(before)
-    restored = keeping(False)
-    restore(restored)
+    def callback():
+        if way in SAVED:
+            return keras_dist.callbacks.ShardedCheckpoint(shared_tmp_path)
+        options = {"delete_checkpoint": False, "memory": True}
+        return keras_dist.callbacks.BackupAndRestore(shared_tmp_path, **options)
+
+    before, restored = keeping(True), keeping(False)
+    if way == "elastic":
+        keras_dist.elastic.KerasState(before, directory=shared_tmp_path).commit()
+        keras_dist.elastic.KerasState(restored, directory=shared_tmp_path).sync()
+    else:
+        fit(before, callback())
+        if way == "checkpoints.load":
+            keras_dist.checkpoints.load(restored, shared_tmp_path)
+        else:
+            fit(restored, callback(), epochs=2)
     assert restored.state() == before.state()
 
 
