@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import threading
 
 import keras
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 
 import keras_dist
 from keras_dist import elastic, errors
-from keras_dist.elastic import model_states
 from keras_dist.training import built_optimizers, model_state
 from keras_dist.training.model_state import accumulators
 
@@ -31,15 +28,18 @@ def values_of(model):
     return [keras.ops.convert_to_numpy(one) for one in [*model.weights, *model.optimizer.variables]]
 
 
-def test_a_keras_state_is_synchronised_and_restored():
+def have(model, values):
+    """Returns whether the variables of a model have these values."""
+    return all((a == b).all() for a, b in zip(values_of(model), values, strict=True))
+
+
+def test_a_keras_state_is_synchronised_restored_and_found_in_its_directory(shared_tmp_path):
     model = model_of(seed=RANK)
-    state = elastic.KerasState(model, epoch=RANK, batch=0)
+    state = elastic.KerasState(model, directory=shared_tmp_path, epoch=RANK, batch=0)
     state.sync()
     assert state.epoch == 0
     synced = values_of(model)
-    assert all(
-        (a == b).all() for a, b in zip(synced, keras_dist.broadcast_object(synced), strict=True)
-    )
+    assert have(model, keras_dist.broadcast_object(synced))
     callbacks = [elastic.UpdateEpochStateCallback(state), elastic.UpdateBatchStateCallback(state)]
     x = np.ones((8, 2))
     model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=callbacks)
@@ -47,7 +47,7 @@ def test_a_keras_state_is_synchronised_and_restored():
     assert not (values_of(model)[0] == synced[0]).all()
     state.restore()
     assert state.epoch == 0
-    assert all((a == b).all() for a, b in zip(values_of(model), synced, strict=True))
+    assert have(model, synced)
     # Whether Keras continues to count epochs or restarts.
     commit = elastic.CommitStateCallback(state, batches_per_commit=3)
     for options in ({"initial_epoch": 0, "epochs": 1}, {"epochs": 2}):
@@ -56,7 +56,12 @@ def test_a_keras_state_is_synchronised_and_restored():
     committed = values_of(model)
     model.fit(x, x[:, :1], verbose=0)
     state.restore()
-    assert all((a == b).all() for a, b in zip(values_of(model), committed, strict=True))
+    assert have(model, committed)
+    other = model_of(seed=1)
+    found = elastic.KerasState(other, directory=shared_tmp_path, epoch=0, batch=0)
+    found.sync()
+    assert found.epoch == 3
+    assert have(other, committed)
 
 
 def test_a_directory_of_earlier_versions_is_read(shared_tmp_path):
@@ -75,25 +80,11 @@ def test_a_directory_of_earlier_versions_is_read(shared_tmp_path):
     found = elastic.KerasState(other, directory=folder, epoch=0)
     found.sync()
     assert found.epoch == 7
-    assert all((a == b).all() for a, b in zip(values_of(other), values_of(model), strict=True))
+    assert have(other, values_of(model))
     found.commit()
     keras_dist.barrier()
     names = sorted(path.name[:8] for path in folder.iterdir())
     assert names == ["00000009", "00000010", "00000010"]  # the former one is the one before
-
-
-def test_a_keras_state_is_found_in_its_directory(shared_tmp_path):
-    model = model_of(seed=0)
-    state = elastic.KerasState(model, directory=shared_tmp_path, epoch=0)
-    state.sync()
-    model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
-    state.epoch = 3
-    state.commit()
-    other = model_of(seed=1)
-    found = elastic.KerasState(other, directory=shared_tmp_path, epoch=0)
-    found.sync()
-    assert found.epoch == 3
-    assert all((a == b).all() for a, b in zip(values_of(other), values_of(model), strict=True))
 
 
 def test_gradients_that_are_accumulated_stay_each_ranks_own(shared_tmp_path):
@@ -253,178 +244,3 @@ def test_a_directory_gives_back_what_was_committed(shared_tmp_path):
     found = elastic.ObjectState(directory=shared_tmp_path, kept=None, pair=None)
     found.sync()
     assert (found.kept, found.pair) == (kept, [1, 2])
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
-def test_a_torch_state_keeps_its_sampler_in_place(shared_tmp_path):
-    import torch
-
-    import keras_dist.torch as hvd
-
-    assert hvd.elastic.ElasticSampler is hvd.ElasticSampler
-    sampler, further = hvd.ElasticSampler(range(12)), torch.nn.Linear(2, 1)
-    state = hvd.elastic.TorchState(
-        directory=shared_tmp_path, sampler=sampler, further=further, batch=0
-    )
-    state.sync()
-    assert (further.weight.detach().numpy() == keras_dist.broadcast(further.weight.detach())).all()
-    share = list(sampler)
-    sampler.record_batch(0, 2)
-    state.commit()
-    done = set().union(*keras_dist.allgather_object(share[:2]))
-    assert list(sampler) == share  # only restore and sync reshard
-    sampler.record_batch(1, 2)
-    state.restore()
-    assert state.sampler is sampler
-    assert sampler.processed_indices == done
-    assert set().union(*keras_dist.allgather_object(list(sampler))) == set(range(12)) - done
-    fresh = hvd.ElasticSampler(range(12))
-    hvd.elastic.TorchState(
-        directory=shared_tmp_path, sampler=fresh, further=further, batch=0
-    ).sync()
-    assert list(fresh) == list(sampler)
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
-def test_a_torch_state_is_synchronised_and_restored(shared_tmp_path):
-    import torch
-
-    module = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    state = elastic.TorchState(module, optimizer, directory=shared_tmp_path, epoch=0)
-    state.sync()
-    weight = module.weight.detach().numpy().copy()
-    assert (weight == keras_dist.broadcast(weight)).all()
-    state.commit()
-    module(torch.ones(3, 2)).sum().backward()
-    optimizer.step()
-    state.restore()
-    assert (module.weight.detach().numpy() == weight).all()
-    other = torch.nn.Linear(2, 1)
-    again = elastic.TorchState(other, directory=shared_tmp_path, epoch=7)
-    with pytest.raises(errors.CheckpointError):
-        again.sync()
-    again = elastic.TorchState(
-        other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), shared_tmp_path, epoch=7
-    )
-    again.sync()
-    assert again.epoch == 0
-    assert (other.weight.detach().numpy() == weight).all()
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
-def test_a_torch_state_goes_back_between_backward_and_step():
-    import torch
-
-    import keras_dist.torch as hvd
-
-    module = torch.nn.Linear(2, 1)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1))
-    raised = []
-
-    @elastic.run
-    def train(state):
-        for _ in range(3):
-            optimizer.zero_grad()
-            module(torch.ones(1, 2) * (RANK + 1)).sum().backward()
-            if state.step == 1 and not raised:
-                raised.append(True)
-                raise elastic.HorovodInternalError("not a number")
-            optimizer.step()
-            state.step += 1
-            state.commit()
-        return module.weight.detach().numpy()
-
-    weight = train(elastic.TorchState(module, optimizer, step=0))
-    assert raised and (keras_dist.broadcast(weight) == weight).all()
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
-def test_a_torch_state_is_read_without_the_device_of_the_root(shared_tmp_path, monkeypatch):
-    import torch
-
-    # As written by a rank 0 whose module is on a GPU.
-    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-    module = torch.nn.Linear(2, 1)
-    state = elastic.TorchState(module, directory=shared_tmp_path)
-    state.sync()
-    state.commit()
-    state.restore()
-    other = torch.nn.Linear(2, 1)
-    elastic.TorchState(other, directory=shared_tmp_path).sync()
-    assert (other.weight == module.weight).all()
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
-def test_a_torch_state_with_numbers_of_numpy(shared_tmp_path):
-    import torch
-
-    def parts(rate):
-        module = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=rate)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, np.cos)
-        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 2]))
-        return {"model": module, "optimizer": optimizer, "scheduler": scheduler, "steps": steps}
-
-    here = parts(0.1 * np.sqrt(keras_dist.size()))
-    state = elastic.TorchState(directory=shared_tmp_path, **here)
-    state.sync()
-    state.commit()
-    state.optimizer.param_groups[0]["lr"] = 9.0
-    state.restore()
-    there = parts(np.float64(1))
-    elastic.TorchState(directory=shared_tmp_path, **there).sync()
-    for mine in (here, there):
-        [rate] = [group["lr"] for group in mine["optimizer"].param_groups]
-        assert rate == pytest.approx(0.1 * np.sqrt(keras_dist.size()))
-        assert mine["steps"].milestones == {1: 1, 2: 1}
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
-def test_a_torch_state_that_a_directory_cannot_keep_is_named(shared_tmp_path):
-    import torch
-
-    class Timed(torch.nn.Linear):
-        """Has a state that is not a tensor."""
-
-        def get_extra_state(self):
-            return {"kind": os.getpid}
-
-        def set_extra_state(self, state):
-            self.kind = state["kind"]
-
-    module = Timed(2, 1)
-    state = elastic.TorchState(further=module)
-    state.sync()
-    state.restore()
-    assert module.kind is os.getpid
-    state = elastic.TorchState(further=module, directory=shared_tmp_path)
-    done = threading.Event()
-    threading.Thread(
-        target=done.wait, daemon=True
-    ).start()  # a thread that might call what another rank calls
-    with pytest.raises(errors.ArgumentTypeError, match=r"state_dict of further.* posix\.getpid in"):
-        state.commit()
-    done.set()
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="modules of torch")
-def test_reading_a_torch_state_executes_no_code(shared_tmp_path, monkeypatch):
-    import torch
-
-    class Calls:
-        def __reduce__(self):
-            return os.mkdir, (str(shared_tmp_path / "called"),)
-
-    class Prepared(torch.nn.Linear):
-        def get_extra_state(self):
-            return Calls()
-
-        def set_extra_state(self, state): ...
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model_states, "_check_part", lambda name, raw: None)
-        elastic.TorchState(further=Prepared(2, 1), directory=shared_tmp_path).commit()
-    with pytest.raises(errors.CheckpointError, match=r"unsupported GLOBAL .*mkdir"):
-        elastic.TorchState(further=torch.nn.Linear(2, 1), directory=shared_tmp_path).sync()
-    assert not (shared_tmp_path / "called").exists()
