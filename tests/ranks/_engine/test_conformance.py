@@ -23,7 +23,6 @@ pytestmark = pytest.mark.jobs(
     "nodes-2x2",
     "nodes-2+1",
     "nodes-4x1",
-    "openmpi-2",
 )
 
 
