@@ -10,7 +10,6 @@ ENGINE = [
     RANKS / "_engine" / "test_collectives.py",
     RANKS / "_engine" / "test_conformance.py",
     RANKS / "_engine" / "test_nodes.py",
-    RANKS / "_engine" / "test_rendezvous.py",
 ]
 EQUALITY = [
     f"{RANKS / 'training' / 'test_optimizer.py'}::test_weights_equal_those_of_one_process",

@@ -1,5 +1,7 @@
 """Queued collectives: the results of the blocking forms, one order, no lost errors."""
 
+import concurrent.futures
+import functools
 import gc
 import threading
 import time
@@ -17,19 +19,6 @@ pytestmark = pytest.mark.jobs("engine", "torch-3")
 RANK, SIZE = keras_dist.rank, keras_dist.size
 
 
-def sleep_sometimes(rng):
-    """Sleeps sometimes, so that ranks are late in turn."""
-    if rng.random() < 0.3:
-        time.sleep(rng.uniform(0, 0.003))
-
-
-def test_every_queued_form_is_public():
-    queued = {name for name in keras_dist.__all__ if name.endswith("_async")}
-    grouped = [f"grouped_{name}" for name in ("allreduce", "allgather", "reducescatter")]
-    single = ["allreduce", "allgather", "broadcast", "alltoall", "reducescatter"]
-    assert queued == {f"{name}_async" for name in (*single, *grouped, "sparse_allreduce")}
-
-
 def test_queueing_does_not_wait_for_other_ranks():
     several()
     # Outside keras_dist, the other ranks wait for rank 0, which queues first.
@@ -41,7 +30,7 @@ def test_queueing_does_not_wait_for_other_ranks():
     assert keras_dist.synchronize(handle) == SIZE()
 
 
-def test_training_waits_for_queued_operations():
+def test_training_goes_on_among_queued_and_named_operations():
     import keras
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
@@ -53,11 +42,15 @@ def test_training_waits_for_queued_operations():
     class Queue(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             handles.append(keras_dist.allreduce_async(np.full(batch + 1, 1.0), "sum"))
-            sleep_sometimes(late)
+            if late.random() < 0.3:  # ranks are late in turn
+                time.sleep(late.uniform(0, 0.003))
 
-    model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=[Queue()])
+    named = [keras_dist.allreduce_async(1.0, "sum", "a")] if RANK() == 0 else []
+    callbacks = keras_dist.callbacks(Queue())
+    model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0, callbacks=callbacks)
+    named += [] if RANK() == 0 else [keras_dist.allreduce_async(1.0, "sum", "a")]
     assert len(handles) == 8
-    assert all((keras_dist.synchronize(handle) == SIZE()).all() for handle in handles)
+    assert all((keras_dist.synchronize(handle) == SIZE()).all() for handle in handles + named)
     weights = [weight.tobytes() for weight in model.get_weights()]
     assert len(set(keras_dist.allgather_object(tuple(weights)))) == 1
 
@@ -78,17 +71,14 @@ def test_a_nested_collective_does_not_deadlock():
 
 def test_threads_of_one_rank_take_turns():
     # The order of threads differs between ranks, but all threads call the same operations.
-    def work():
+    def work(_):
         for _ in range(20):
             results.append(float(keras_dist.synchronize(keras_dist.allreduce_async(1.0, "sum"))))
             results.append(float(keras_dist.allreduce(1.0, "sum")))
 
     results = []
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
     assert results == [SIZE()] * 120
 
 
@@ -111,19 +101,14 @@ def test_an_error_is_raised_by_synchronize():
     assert keras_dist.allreduce(1.0, "sum") == SIZE()
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_mismatch_is_an_error_on_every_rank_and_the_queue_continues(blocking):
+def test_a_mismatch_is_an_error_on_every_rank_and_the_queue_continues():
     several()
     before = keras_dist.allreduce_async(1.0, "sum")
     value = np.zeros(odd_one(3, 4))
-    if blocking:  # on the last rank only: a rank may block while others queue
-        call = odd_one(
-            lambda: keras_dist.synchronize(keras_dist.allreduce_async(value, name="loss")),
-            lambda: keras_dist.allreduce(value, name="loss"),
-        )
-    else:
-        handle = keras_dist.allreduce_async(value, name="loss")
-        call = handle.wait
+    call = odd_one(  # a rank may block while others queue
+        lambda: keras_dist.synchronize(keras_dist.allreduce_async(value, name="loss")),
+        lambda: keras_dist.allreduce(value, name="loss"),
+    )
     texts = raised(errors.MismatchError, call)
     assert len(set(texts)) == 1
     assert f"[rank {SIZE() - 1} of {SIZE()}] Expected 'loss' with shape (3,)" in texts[0]
@@ -168,26 +153,15 @@ def test_an_error_that_was_raised_is_not_logged(caplog):
     assert not caplog.records
 
 
-def test_an_object_that_is_not_a_handle_is_refused():
-    for ask in (keras_dist.poll, keras_dist.synchronize):
-        texts = raised(errors.ArgumentTypeError, lambda ask=ask: ask(np.zeros(3)))
-        assert all("a handle, as keras_dist.allreduce_async returns" in text for text in texts)
-
-
-def result_of(call):
-    handle = call()
-    return handle.wait() if isinstance(handle, keras_dist.Handle) else handle
-
-
 def test_invalid_arguments_on_one_rank_keep_ranks_in_step():
     several()
     wrong = {"bad": 1}, {"process_set": "nope"}
-    for operation in keras_dist.allreduce_async, keras_dist.allreduce:
+    blocking = functools.partial(keras_dist.allreduce, 1.0)
+    for operation in lambda **how: keras_dist.allreduce_async(1.0, **how).wait(), blocking:
         for given in wrong:
             before = keras_dist.allreduce_async(1.0, "sum")
-            options = odd_one({}, given)
             with pytest.raises((TypeError, errors.ArgumentError), match=r"bad|nope"):
-                result_of(lambda o=operation, g=options: o(1.0, **g))
+                operation(**odd_one({}, given))
             assert keras_dist.allreduce(2.0, "sum") == 2 * SIZE()
             assert keras_dist.synchronize(before) == SIZE()
 
@@ -226,16 +200,3 @@ def test_shutdown_logs_errors_that_were_not_raised(fresh, caplog):
     keras_dist.shutdown()
     assert "A queued broadcast that nobody waited for failed" in caplog.text
     assert handle.done()
-
-
-def test_a_process_set_has_its_own_queue():
-    size, rank = keras_dist.size(), keras_dist.rank()
-    if size == 1:
-        pytest.skip("needs two ranks")
-    first = keras_dist.add_process_set(list(range((size + 1) // 2)))
-    of_all = keras_dist.allreduce_async(float(rank), "Sum")
-    if first.included():
-        among = keras_dist.allreduce_async(float(rank), "Sum", process_set=first)
-        assert keras_dist.synchronize(among) == sum(first.ranks)
-    assert keras_dist.synchronize(of_all) == sum(range(size))
-    keras_dist.remove_process_set(first)

@@ -7,10 +7,10 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
-from test_collectives import raised, several
+from test_collectives import odd_one, raised, several
 
 import keras_dist
-from keras_dist import errors
+from keras_dist import _engine, errors, runtime
 
 pytestmark = pytest.mark.jobs("engine", "torch-4")
 
@@ -24,37 +24,6 @@ def own_order():
 
 def value_of(name):
     return np.arange(3.0) + NAMES.index(name)
-
-
-def test_threads_may_block_in_any_order():
-    results = {}
-
-    def reduce(name):
-        results[name] = keras_dist.allreduce(value_of(name), "sum", name)
-
-    threads = [threading.Thread(target=reduce, args=(name,)) for name in own_order()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(results) == set(NAMES)
-    for name, result in results.items():
-        assert (result == keras_dist.size() * value_of(name)).all()
-
-
-@pytest.mark.parametrize("queued", [False, True])
-def test_names_without_a_match_are_an_error_on_every_rank(queued):
-    several()
-    name = "loss" if keras_dist.rank() == 0 else "accuracy"
-    if queued:
-        call = keras_dist.allreduce_async(1.0, name=name).wait
-    else:
-        call = lambda: keras_dist.allreduce(1.0, name=name)  # noqa: E731
-    texts = raised(errors.MismatchError, call)
-    assert len(set(texts)) == 1
-    assert "[rank 1 of " in texts[0]
-    assert "name='loss' in allreduce('loss') as on rank 0. Received: name='accuracy'" in texts[0]
-    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
 
 
 def test_a_daemon_thread_may_call_the_missing_operation():
@@ -73,8 +42,8 @@ def test_a_daemon_thread_may_call_the_missing_operation():
     else:
         reduce(second)
         reduce(first)
-    for name, result in results.items():
-        assert (result == keras_dist.size() * value_of(name)).all()
+    for name in (first, second):
+        assert (results[name] == keras_dist.size() * value_of(name)).all()
 
 
 def test_an_invalid_argument_is_an_error_of_its_operation_only():
@@ -95,55 +64,69 @@ def test_an_invalid_argument_is_an_error_of_its_operation_only():
     assert handles["c"].wait() == keras_dist.size()
 
 
-def test_different_operations_with_one_name_are_an_error():
+def test_a_name_that_others_lack_is_an_error_on_every_rank():
     several()
-    handles = {
-        name: keras_dist.allreduce_async(np.zeros(1 + (name == "b") * keras_dist.rank()), name=name)
-        for name in ("ab" if keras_dist.rank() == 0 else "ba")
-    }
-    assert (handles["a"].wait() == 0).all()
-    texts = raised(errors.MismatchError, handles["b"].wait)
-    assert "Expected 'b' with shape (1,) as on rank 0. Received: (2,)" in texts[0]
+    name = "loss" if keras_dist.rank() == 0 else "accuracy"
+    texts = raised(errors.MismatchError, keras_dist.allreduce_async(1.0, name=name).wait)
+    assert len(set(texts)) == 1
+    assert "name='loss' in allreduce('loss') as on rank 0. Received: name='accuracy'" in texts[0]
 
 
-def test_a_process_set_has_its_own_names():
-    if keras_dist.size() < 3:
-        pytest.skip("needs three ranks")
-    some = keras_dist.add_process_set([0, 1])
+def test_a_process_set_has_a_queue_and_names_of_its_own():
+    several()
+    size, handles = keras_dist.size(), []
+    some = keras_dist.add_process_set(range((size + 1) // 2))
+    of_all = keras_dist.allreduce_async(float(keras_dist.rank()), "sum")
     if some.included():
-        order = NAMES[:4] if keras_dist.rank() == 0 else NAMES[3::-1]
-        handles = {
-            n: keras_dist.allreduce_async(value_of(n), name=n, process_set=some) for n in order
+        named = {
+            name: keras_dist.allreduce_async(value_of(name), name=name, process_set=some)
+            for name in own_order()
         }
-        assert all((handles[name].wait() == value_of(name)).all() for name in order)
-    assert keras_dist.remove_process_set(some)
+        assert all((named[name].wait() == value_of(name)).all() for name in NAMES)
+        values = [np.ones(10_000 * (1 + number % 3)) for number in range(20)]
+        handles = [keras_dist.allreduce_async(each, "sum", process_set=some) for each in values]
+    assert keras_dist.remove_process_set(some)  # after the queued operations
+    assert all(handle.wait()[0] == len(some.ranks) for handle in handles)
+    assert of_all.wait() == sum(range(size))
 
 
-# --- Named operations among those without a name
+# --- Calls that differ
 
-MEETINGS = {
+SUM = _engine.OpOptions(_engine.ReduceOp.SUM)
+
+
+def test_plans_with_different_buckets_are_found():
+    several()
+    comm = runtime.communicator()
+    arrays = [np.full(50_000, number, np.float32) for number in range(4)]
+    specs = [(array.shape, array.dtype) for array in arrays]
+    for usual, odd in ((1, 2**30), (2**30, 1), (500_000, 300_000)):
+        plan = _engine.BucketOptions(odd_one(usual, odd))
+        fused = _engine.FusedAllreduce(comm, list("abcd"), specs, SUM, plan)
+        with pytest.raises(errors.MismatchError, match="buckets of gradients"):
+            fused(arrays)
+    assert keras_dist.allreduce(1.0, "Sum") == keras_dist.size()
+
+
+def test_gradients_that_differ_are_named_also_where_their_buckets_differ():
+    import keras
+
+    several()
+    rows = 4_000_000 if keras_dist.rank() == 0 else 10  # of more than a bucket, and of less
+    kernel = keras.Variable(np.zeros((rows, 2), np.float32), name="kernel")
+    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
+    gradient = keras.ops.ones((rows, 2))
+    with pytest.raises(errors.MismatchError, match="'the gradient of kernel' with shape"):
+        optimizer._keras_dist([gradient], [kernel])
+    assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
+
+
+WAITS = {
     "barrier": keras_dist.barrier,
     "broadcast_object": lambda: keras_dist.broadcast_object("here"),
     "allgather_object": lambda: keras_dist.allgather_object("here"),
     "allreduce": lambda: keras_dist.allreduce(1.0),
     "allreduce_async": lambda: keras_dist.allreduce_async(1.0).wait(),
-}
-
-
-def test_training_goes_on_among_named_operations():
-    import keras
-
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    x, first = np.ones((8, 3), "float32"), keras_dist.rank() == 0
-    handles = [keras_dist.allreduce_async(1.0, "sum", "a")] if first else []
-    model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=keras_dist.callbacks())
-    handles += [] if first else [keras_dist.allreduce_async(1.0, "sum", "a")]
-    assert handles[0].wait() == keras_dist.size()
-
-
-WAITS = {
-    **MEETINGS,
     "a name": lambda: keras_dist.allreduce(1.0, name="a"),
     "a handle": lambda: keras_dist.allreduce_async(1.0, name="a").wait(),
     "a later handle": lambda: [
@@ -171,18 +154,14 @@ def test_a_rank_that_queued_raises_the_error_of_the_rank_that_blocks():
     several()
     if keras_dist.rank() == 0:  # the operation has no name, so it does not match the barrier
         handle = keras_dist.allreduce_async(1.0)
-    texts = raised_by_mpi(keras_dist.barrier)
+    with pytest.raises(errors.MismatchError) as caught:
+        keras_dist.barrier()
+    texts = MPI.COMM_WORLD.allgather(str(caught.value))
     assert len(set(texts)) == 1 and "Received: barrier" in texts[0]
     if keras_dist.rank() == 0:
         with pytest.raises(errors.MismatchError):
             handle.wait()
     assert keras_dist.allreduce(1.0, "sum") == keras_dist.size()
-
-
-def raised_by_mpi(call):
-    with pytest.raises(errors.MismatchError) as caught:
-        call()
-    return MPI.COMM_WORLD.allgather(str(caught.value))
 
 
 def test_join_takes_part_in_named_operations_in_any_order():
@@ -202,6 +181,13 @@ def test_join_takes_part_in_named_operations_in_any_order():
 # --- Two pending operations with one name
 
 
+def closed_gate():
+    """Returns an event for which the queue waits."""
+    gate = threading.Event()
+    runtime.communicator().order.queue(gate.wait, "wait")
+    return gate
+
+
 def assert_is_refused(call):
     """Asserts that a call is refused because its name is pending on some rank."""
     with pytest.raises(errors.ArgumentError, match=r"Expected one operation named 'a' at a time"):
@@ -210,9 +196,7 @@ def assert_is_refused(call):
 
 def test_a_name_that_is_pending_is_refused():
     several()
-    gate = threading.Event()
-    comm = keras_dist.runtime.communicator()
-    comm.order.queue(gate.wait, "wait")  # blocks the queue until all ranks have called
+    gate = closed_gate()  # until all ranks have called
     first = keras_dist.allreduce_async(1.0, "sum", "a")
     assert_is_refused(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -225,11 +209,10 @@ def test_a_name_that_is_pending_is_refused():
 @pytest.mark.parametrize("after", ["another name", "the same name", "no name"])
 def test_a_refusal_is_raised_on_ranks_where_the_first_operation_has_completed(after):
     several()
-    comm, size = keras_dist.runtime.communicator(), keras_dist.size()
+    size = keras_dist.size()
     is_last = keras_dist.rank() == size - 1
     if is_last:  # on other ranks the first has completed before the second is queued
-        gate = threading.Event()
-        comm.order.queue(gate.wait, "wait")
+        gate = closed_gate()
         first = keras_dist.allreduce_async(1.0, "sum", "a")
         assert_is_refused(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
         gate.set()
@@ -244,10 +227,9 @@ def test_a_refusal_is_raised_on_ranks_where_the_first_operation_has_completed(af
 
 def test_a_name_queued_twice_on_one_rank_is_an_error_only_there():
     several()
-    comm, size = keras_dist.runtime.communicator(), keras_dist.size()
+    size = keras_dist.size()
     if keras_dist.rank() == 0:
-        gate = threading.Event()
-        comm.order.queue(gate.wait, "wait")
+        gate = closed_gate()
         first = keras_dist.allreduce_async(1.0, "sum", "a")
         assert_is_refused(lambda: keras_dist.allreduce_async(2.0, "sum", "a"))
         gate.set()
