@@ -1,7 +1,9 @@
 """Arrays in GPU memory, over a test double of NCCL and CUDA's runtime; see `gpu_double`."""
 
 import dataclasses
+import importlib
 
+import keras
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,16 +11,21 @@ from gpu_arrays import JOINER, assert_same, both_ways, contribution, launches, o
 
 import keras_dist
 from keras_dist import _engine, _gpu, errors, runtime
+from keras_dist._engine.collectives import device_buckets
+from keras_dist.ops import gradient_plans
+from keras_dist.training import replicas
 
 pytestmark = [
-    pytest.mark.jobs("engine", "double", "double-torch-3"),
+    pytest.mark.jobs("double-torch-2", "double-torch-3"),
     pytest.mark.skipif(not _gpu.counts_host_memory(), reason="without a GPU or its test double"),
     pytest.mark.usefixtures("ranks"),
 ]
 
+BACKEND = keras.backend.backend()
+of_jax = pytest.mark.skipif(BACKEND != "jax", reason="of programs that JAX compiles")
 C = _engine.collectives
 AVERAGE, SUM, MIN, MAX, PRODUCT, _ = _engine.ReduceOp
-DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int32", "int64", "uint8", "bool"]
+DTYPES = ["float32", "float64", "float16", ml_dtypes.bfloat16, "int32", "int64", "uint8"]
 
 
 @pytest.fixture
@@ -27,29 +34,45 @@ def ranks():
         pytest.skip("one rank reduces nothing")
 
 
-@pytest.mark.parametrize("op", [AVERAGE, SUM, MIN, MAX, PRODUCT])
-def test_reductions_of_every_dtype(op):
-    dtypes = [dtype for dtype in DTYPES if op not in (SUM, AVERAGE) or dtype != "bool"]
-    arrays = [contribution(dtype) for dtype in dtypes]
-    assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(op), 2**20))
+def check(operation, arrays, *args, launched=None):
+    """Compares both ways of an operation, and the number of its launches."""
+    before = len(launches())
+    assert_same(both_ways(operation, arrays, *args))
+    assert launched in (None, len(launches()) - before)
 
 
-def test_factors():
-    arrays = [contribution("float32"), contribution("float16"), contribution(ml_dtypes.bfloat16)]
-    options = _engine.OpOptions(SUM, prescale=0.5, postscale=0.25)
-    assert_same(both_ways(C.allreduce, arrays, options, 2**20))
+def test_results_have_the_bits_of_the_host_and_few_launches():
+    size, rank = keras_dist.size(), keras_dist.rank()
+    numbers, truth_values = [contribution(dtype) for dtype in DTYPES], contribution("bool")
+    for op in (AVERAGE, SUM, MIN, MAX, PRODUCT):
+        check(C.allreduce, numbers, _engine.OpOptions(op), 2**20)
+    for op in (MIN, MAX, PRODUCT):
+        check(C.allreduce, [truth_values], _engine.OpOptions(op), 2**20)
+    floats = [contribution(dtype) for dtype in ("float32", "float16", ml_dtypes.bfloat16)]
+    check(C.allreduce, floats, _engine.OpOptions(SUM, prescale=0.5, postscale=0.25), 2**20)
     # A third is not exact in these dtypes.
-    options = _engine.OpOptions(SUM, postscale=1 / 3)
-    before = len(launches())
-    assert_same(both_ways(C.allreduce, arrays[1:], options, 2**20))
-    assert len(launches()) == before
+    check(C.allreduce, floats[1:], _engine.OpOptions(SUM, postscale=1 / 3), 2**20, launched=0)
+    bucket = [contribution("float32", (n,)) for n in (3, 0, 5, 7)]
+    check(C.allreduce, bucket, _engine.OpOptions(), 2**20, launched=1)
+    for root in range(size):
+        check(C.broadcast, [*numbers, truth_values], root)
+    rows = [contribution("float32", (rank, 3)), contribution("int64", (2,))]
+    check(C.grouped_allgather, rows, launched=1)
+    rows = [contribution("float32", (2 * size + 1, 3)), contribution("float64", (1,))]
+    for op in (SUM, AVERAGE):
+        check(C.reducescatter, rows, _engine.OpOptions(op))
 
 
-def test_a_bucket_is_reduced_by_one_operation():
-    arrays = [contribution("float32", (n,)) for n in (3, 0, 5, 7)]
-    before = len(launches())
-    assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(), 2**20))
-    assert launches()[before:] == [["ncclAllReduce"]]
+@pytest.fixture
+def pinned(monkeypatch):
+    """Sends what is in GPU memory through pinned memory of the host."""
+    monkeypatch.setattr(runtime.communicator(), "gpu_path", _engine.GpuPath(False, "a test"))
+
+
+@pytest.fixture
+def pieces(monkeypatch, pinned):
+    """Stages in pieces of 400 bytes."""
+    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
 
 
 def test_arrays_that_the_framework_joins_are_not_copied_by_the_engine(monkeypatch):
@@ -81,27 +104,6 @@ def test_the_ranks_meet_twice_for_all_buckets():
     )
 
 
-def test_broadcast_from_every_root():
-    arrays = [contribution(dtype) for dtype in DTYPES]
-    for root in range(keras_dist.size()):
-        assert_same(both_ways(C.broadcast, arrays, root))
-
-
-def test_allgather_of_different_lengths():
-    rank = keras_dist.rank()
-    arrays = [contribution("float32", (rank, 3)), contribution("int64", (2,))]
-    before = len(launches())
-    assert_same(both_ways(C.grouped_allgather, arrays))
-    assert len(launches()) == before + 1
-
-
-def test_reducescatter_of_rows_that_do_not_divide():
-    size = keras_dist.size()
-    arrays = [contribution("float32", (2 * size + 1, 3)), contribution("float64", (1,))]
-    for op in (SUM, AVERAGE):
-        assert_same(both_ways(C.reducescatter, arrays, _engine.OpOptions(op)))
-
-
 @pytest.mark.parametrize("op", [SUM, AVERAGE])
 def test_rows_are_gathered_and_added_up_by_the_framework(op):
     comm, rank = runtime.communicator(), keras_dist.rank()
@@ -119,21 +121,14 @@ def test_rows_are_gathered_and_added_up_by_the_framework(op):
     assert (total / np.float32(count) == expected).all()
 
 
-def test_a_process_set_has_a_communicator_of_its_own():
-    size = keras_dist.size()
-    members = [[size - 1], *([[0, size - 1]] if size > 2 else [])]
-    sets = [keras_dist.add_process_set(ranks) for ranks in members]
-    try:
-        for process_set in filter(runtime.includes_me, sets):
-            comm = runtime.communicator(process_set)
-            mine = on_gpu(contribution("float32"))
-            reduced = C.allreduce(comm, [mine], ["x"], _engine.OpOptions(SUM), 2**20)
-            host = C.allreduce(comm, [mine.owner], ["x"], _engine.OpOptions(SUM), 2**20)
-            assert_same((values(reduced), host))
-            assert (comm.nccl is None) == (comm.size == 1)
-    finally:
-        for process_set in sets:
-            keras_dist.remove_process_set(process_set)
+def test_a_set_of_one_rank_calls_no_nccl():
+    alone = keras_dist.add_process_set([keras_dist.size() - 1])
+    if alone.included():
+        comm, mine = runtime.communicator(alone), contribution("float32")
+        found = C.allreduce(comm, [on_gpu(mine)], ["x"], _engine.OpOptions(SUM), 2**20)
+        assert_same((values(found), [mine]))
+        assert comm.nccl is None
+    keras_dist.remove_process_set(alone)
 
 
 def test_a_difference_is_found_before_nccl_is_called():
@@ -153,20 +148,8 @@ def test_a_difference_is_found_before_nccl_is_called():
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
 
 
-def test_ranks_that_have_joined_are_left_out():
-    comm, rank = runtime.communicator(), keras_dist.rank()
-    if rank:
-        mine = on_gpu(np.full(3, 2.0 + rank, "float32"))
-        (found,) = C.allreduce(comm, [mine], ["x"], _engine.OpOptions(SUM), 2**20)
-        expected = sum(2.0 + other for other in range(1, comm.size))
-        assert found.finish(0).tolist() == [expected] * 3
-    keras_dist.join()
-
-
 @pytest.mark.parametrize("bucket_nbytes", [16, 2**20])
-def test_staging_through_pinned_memory(monkeypatch, bucket_nbytes):
-    comm = runtime.communicator()
-    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+def test_staging_through_pinned_memory(pinned, bucket_nbytes):
     arrays = [contribution("float32", (n,)) for n in (3, 0, 5, 7, 1000, 2)]
     before = len(launches())
     for _ in range(3):
@@ -179,9 +162,7 @@ def test_staging_through_pinned_memory(monkeypatch, bucket_nbytes):
 
 
 @pytest.mark.parametrize("joiner", [None, JOINER])
-def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
-    from keras_dist._engine.collectives import device_buckets
-
+def test_a_large_bucket_is_staged_in_pieces_that_overlap(pieces, monkeypatch, joiner):
     comm, order = runtime.communicator(), []
     down, up, reduce = _gpu.Staging.down, _gpu.Staging.up, device_buckets.HostPieces.reduce
     section, sections = _gpu.DeviceArray.section, []
@@ -189,8 +170,6 @@ def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
     def recorded(what, function):
         return lambda *args: order.append(what) or function(*args)
 
-    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
-    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
     monkeypatch.setattr(_gpu.Staging, "down", recorded("down", down))
     monkeypatch.setattr(_gpu.Staging, "up", recorded("up", up))
     monkeypatch.setattr(device_buckets.HostPieces, "reduce", recorded("reduce", reduce))
@@ -218,12 +197,10 @@ def test_a_large_bucket_is_staged_in_pieces_that_overlap(monkeypatch, joiner):
 
 # Large pieces need new memory, for which the ranks meet as well.
 @pytest.mark.parametrize("count", [250, 350_000])
-def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(monkeypatch, count):
-    from keras_dist._engine.collectives import device_buckets
-
+def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(
+    pieces, monkeypatch, count
+):
     comm, names, form = runtime.communicator(), ("a", "b"), ("float32", None)
-    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
-    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
     brought = _engine.GradientSet(names, names, (form, form), adapts=True)
     specs = [((n,), np.dtype("float32")) for n in (150, count)]
     options, plan = _engine.OpOptions(SUM, gradients=brought), _engine.BucketOptions(16)
@@ -243,26 +220,18 @@ def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(monkey
             assert (found.finish(0) == comm.size * (number + 1)).all()
 
 
-def test_arrays_of_other_shapes_differ_in_pieces_too(monkeypatch):
-    from keras_dist._engine.collectives import device_buckets
-
+def test_arrays_of_other_shapes_differ_in_pieces_too(pieces):
     comm = runtime.communicator()
-    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
-    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
     shape = (100, 3) if comm.rank == 0 else (3, 100)
     with pytest.raises(errors.MismatchError, match=r"'x' with shape \(100, 3\)"):
         C.allreduce(comm, [on_gpu(np.ones(shape))], ["x"], _engine.OpOptions(SUM), 2**20)
 
 
-def test_pieces_of_a_reduction_that_has_failed_are_not_used_again(monkeypatch):
-    from keras_dist._engine.collectives import device_buckets
-
+def test_pieces_of_a_reduction_that_has_failed_are_not_used_again(pieces, monkeypatch):
     def fail(*_):
         raise RuntimeError("a failure on all ranks")
 
     comm, spec = runtime.communicator(), ((300,), np.dtype("float32"))
-    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
-    monkeypatch.setattr(device_buckets, "PIECE_NBYTES", 400)
     options, plan = _engine.OpOptions(SUM), _engine.BucketOptions(2**20)
     fused = _engine.FusedAllreduce(comm, ["a"], [spec], options, plan)
     with monkeypatch.context() as patched:
@@ -286,21 +255,6 @@ def test_work_that_writes_an_array_comes_first():
         assert (found.finish(0) == turn).all()
 
 
-def test_a_queued_bucket():
-    comm = runtime.communicator()
-    specs = [((3,), np.dtype("float32")), ((4,), np.dtype("float32"))]
-    fused = _engine.FusedAllreduce(
-        comm, ["a", "b"], specs, _engine.OpOptions(SUM), _engine.BucketOptions(12)
-    )
-    arrays = [on_gpu(np.full(*spec)) for spec in (((3,), 1, "float32"), ((4,), 2, "float32"))]
-    for array in arrays:
-        array.prepare()
-    handles = [fused.queue_bucket(number, [array]) for number, array in enumerate(arrays)]
-    for number, handle in enumerate(handles):
-        (result,) = handle.wait()
-        assert (result.finish(0) == comm.size * (number + 1)).all()
-
-
 def test_pinned_memory_is_used_again_after_the_copies_into_it():
     staging = _gpu.Staging(_gpu.load_runtime())
     given_up = staging.down([on_gpu(np.ones(10))]).filled
@@ -320,11 +274,10 @@ def test_the_job_ends_its_communicator_and_makes_another():
     assert runtime.communicator().nccl is not before
 
 
+@pytest.mark.jobs("double")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_all_gradients_of_a_step_are_one_operation(jit_compile):
-    import keras
-
-    if keras.backend.backend() == "torch" and jit_compile:
+    if BACKEND == "torch" and jit_compile:
         pytest.skip("torch.compile runs no other reduction")
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(n, "relu") for n in (3, 5, 7, 4)]
@@ -340,18 +293,15 @@ def test_all_gradients_of_a_step_are_one_operation(jit_compile):
         model.train_on_batch(x, y)
     # Outside of `fit` batches may differ in size: what the loss is divided by travels on the host,
     # except beside a program of XLA on TensorFlow, where the rows are another operation.
-    with_rows = jit_compile and keras.backend.backend() == "tensorflow"
+    with_rows = jit_compile and BACKEND == "tensorflow"
     assert launches()[before:] == [["ncclAllReduce"]] * (2 if with_rows else 1) * 3
-    if keras.backend.backend() == "jax":
+    if BACKEND == "jax":
         assert C.rendezvous_count() - met == 3 * 3  # one for the gradients
     keras_dist.verify_replicas(model)
 
 
+@pytest.mark.jobs("double")
 def test_the_state_of_a_model_is_broadcast_in_gpu_memory(monkeypatch):
-    import keras
-
-    from keras_dist.training import replicas
-
     def copy(*_):
         raise AssertionError("the engine copies to the host")
 
@@ -379,8 +329,6 @@ def test_the_state_of_a_model_is_broadcast_in_gpu_memory(monkeypatch):
 
 def trained_in_passes(optimizer):
     """Returns a model after two updates, each of two accumulated passes."""
-    import keras
-
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(4, "relu"), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
@@ -392,12 +340,10 @@ def trained_in_passes(optimizer):
     return model
 
 
+@of_jax
+@pytest.mark.jobs("double-jax-2")
 @pytest.mark.parametrize("name", ["AdamW", "LARS"])
 def test_replicas_are_equal_where_xla_chooses_other_kernels_on_a_rank(monkeypatch, name):
-    import keras
-
-    if keras.backend.backend() != "jax":
-        pytest.skip("of programs that JAX compiles")
     from keras_dist._backends import jax_split
 
     compile_one = jax_split._compiled
@@ -418,11 +364,9 @@ def test_replicas_are_equal_where_xla_chooses_other_kernels_on_a_rank(monkeypatc
     keras_dist.verify_replicas(model)
 
 
+@of_jax
+@pytest.mark.jobs("double-jax-2")
 def test_arrays_of_jax_stay_as_they_are(monkeypatch):
-    import keras
-
-    if keras.backend.backend() != "jax":
-        pytest.skip("arrays of other frameworks are not immutable")
     from keras_dist._backends import jax_devices as backend
 
     given, to_array = [], backend.to_array
@@ -439,20 +383,19 @@ def test_arrays_of_jax_stay_as_they_are(monkeypatch):
     keras_dist.verify_replicas(model)
 
 
-def test_a_step_of_torch_launches_few_operations(monkeypatch):
-    import keras
-
-    if keras.backend.backend() != "torch":
+def torch_overlaps(monkeypatch, nbytes):
+    """Lets reductions of small buckets overlap with backpropagation; returns torch and its face."""
+    if BACKEND != "torch":
         pytest.skip("of torch alone")
-    import torch
-
-    import keras_dist.torch as hvd
-    from keras_dist.ops import gradient_plans
-
-    nbytes, count = 2048, 20
     monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: nbytes)
     monkeypatch.setattr(gradient_plans, "FIRST_NBYTES", 256)
     monkeypatch.setattr(gradient_plans, "overlaps", lambda _: True)
+    return importlib.import_module("torch"), importlib.import_module("keras_dist.torch")
+
+
+def test_a_step_of_torch_launches_few_operations(monkeypatch):
+    nbytes, count = 2048, 20
+    torch, hvd = torch_overlaps(monkeypatch, nbytes)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(count)))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -479,18 +422,7 @@ def test_a_step_of_torch_launches_few_operations(monkeypatch):
 
 
 def test_a_gradient_that_appears_after_the_first_launch_counts_on_all_ranks(monkeypatch):
-    import keras
-
-    if keras.backend.backend() != "torch":
-        pytest.skip("of torch alone")
-    import torch
-
-    import keras_dist.torch as hvd
-    from keras_dist.ops import gradient_plans
-
-    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: 512)
-    monkeypatch.setattr(gradient_plans, "FIRST_NBYTES", 256)
-    monkeypatch.setattr(gradient_plans, "overlaps", lambda _: True)
+    torch, hvd = torch_overlaps(monkeypatch, 512)
     extra, *layers = (torch.nn.Linear(8, 8) for _ in range(5))
     model = torch.nn.ModuleList([extra, *layers])
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -516,11 +448,10 @@ def test_a_gradient_that_appears_after_the_first_launch_counts_on_all_ranks(monk
     assert digests == digests[:1] * keras_dist.size()
 
 
+@pytest.mark.jobs("double")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_fit_reduces_gradients_where_they_are(monkeypatch, jit_compile):
-    import keras
-
-    if keras.backend.backend() == "torch" and jit_compile:
+    if BACKEND == "torch" and jit_compile:
         pytest.skip("torch.compile runs no other reduction")
 
     def copy(*args):
@@ -529,7 +460,7 @@ def test_fit_reduces_gradients_where_they_are(monkeypatch, jit_compile):
     monkeypatch.setattr(_gpu.Runtime, "copy", copy)
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(8), keras.layers.ReLU(), keras.layers.Dense(1)]
-    if keras.backend.backend() != "tensorflow" or not jit_compile:
+    if BACKEND != "tensorflow" or not jit_compile:
         layers.insert(1, keras_dist.layers.SyncBatchNormalization())
     model = keras.Sequential([keras.Input((4,)), *layers])
     model.compile(

@@ -3,6 +3,7 @@
 import sys
 import threading
 
+import keras
 import numpy as np
 import pytest
 import traces
@@ -12,15 +13,17 @@ import keras_dist
 from keras_dist import _engine, _gpu, errors, runtime
 from keras_dist._engine.nccl.ranks import NcclRanks
 from keras_dist.monitor.timeline import summary as timeline
+from keras_dist.ops import gradient_plans
 
 pytestmark = [
-    pytest.mark.jobs("engine", "double", "double-torch-3"),
+    pytest.mark.jobs("double-torch-2", "double-torch-3"),
     pytest.mark.skipif(not _gpu.counts_host_memory(), reason="without a GPU or its test double"),
     pytest.mark.usefixtures("ranks"),
 ]
 
 C = _engine.collectives
 SUM = _engine.ReduceOp.SUM
+PINNED = _engine.GpuPath(False, "a test")
 
 
 @pytest.fixture
@@ -66,25 +69,28 @@ def operations():
     }
 
 
-@pytest.mark.parametrize("name", ["allreduce", "allgather", "broadcast", "reducescatter"])
-def test_no_memory_for_a_result_on_one_rank(monkeypatch, name):
-    fails_on_one(monkeypatch, _gpu.DeviceArray, "empty", MemoryError("no memory for a result"))
-    mine = on_gpu(np.ones((4, 2), "float32"))
-    text = rf"launch {name}\('x'\)\. .*MemoryError: no memory for a result"
-    assert_all_raise_and_continue(monkeypatch, lambda: operations()[name](mine), text)
+FAILURES = [("allreduce", _gpu.Runtime, "new_stream", MemoryError)]
+FAILURES += [
+    ("allreduce", _gpu.Nccl, call, _gpu.NcclError)
+    for call in ("start", "allreduce", "end", "new_factor", "init", "unique_id")
+]
+FAILURES += [
+    (name, _gpu.DeviceArray, "empty", MemoryError)
+    for name in ("allreduce", "allgather", "broadcast", "reducescatter")
+]
 
 
-@pytest.mark.parametrize("call", ["start", "allreduce", "end", "new_factor", "init", "unique_id"])
-def test_an_error_of_nccl_on_one_rank(monkeypatch, call):
+@pytest.mark.parametrize(("name", "owner", "call", "kind"), FAILURES)
+def test_an_error_of_one_rank_before_its_launch(monkeypatch, name, owner, call, kind):
     comm = runtime.communicator()
-    if call in ("init", "unique_id") and comm.nccl is not None:
+    if call in ("init", "unique_id", "new_stream") and comm.nccl is not None:
         comm.nccl.close()
         comm.nccl = None
     rank = 0 if call == "unique_id" else -1  # rank 0 makes the id
-    fails_on_one(monkeypatch, _gpu.Nccl, call, _gpu.NcclError("a code of NCCL"), rank)
+    fails_on_one(monkeypatch, owner, call, kind("on purpose"), rank)
     mine = on_gpu(np.ones((4, 2), "float32"))
-    text = r"launch allreduce\('x'\)\. .*NcclError: a code of NCCL"
-    assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text, rank)
+    text = rf"launch {name}\('x'\)\. .*{kind.__name__}: on purpose"
+    assert_all_raise_and_continue(monkeypatch, lambda: operations()[name](mine), text, rank)
 
 
 # --- Operations like earlier ones, which are launched before the ranks meet
@@ -240,17 +246,6 @@ def test_other_operations_between_the_buckets_of_a_step():
         assert result.finish(None).tolist() == [comm.size * (number // 3)] * 4
 
 
-def test_no_stream_on_one_rank(monkeypatch):
-    comm = runtime.communicator()
-    if comm.nccl is not None:
-        comm.nccl.close()
-        comm.nccl = None
-    fails_on_one(monkeypatch, _gpu.Runtime, "new_stream", MemoryError("no stream"))
-    mine = on_gpu(np.ones((4, 2), "float32"))
-    text = r"launch allreduce\('x'\)\. .*MemoryError: no stream"
-    assert_all_raise_and_continue(monkeypatch, lambda: operations()["allreduce"](mine), text)
-
-
 def test_the_launch_before_a_failed_one_ends_on_all_ranks(monkeypatch):
     comm, options, released = runtime.communicator(), _engine.OpOptions(SUM), threading.Event()
     both_ways(C.allreduce, [contribution("float32")], options, 2**20)  # the ranks are connected
@@ -307,25 +302,20 @@ def test_a_failed_launch_in_a_process_set(monkeypatch):
 
 
 def test_no_pinned_memory_on_one_rank(monkeypatch):
-    comm = runtime.communicator()
-    path = comm.gpu_path
-    comm.gpu_path = _engine.GpuPath(False, "a test")
-    try:
-        for name in ("allreduce", "broadcast"):
-            fails_on_one(monkeypatch, _gpu.Runtime, "pinned", MemoryError("nothing to pin"))
-            mine = on_gpu(np.ones((4, 2), "float32"))
-            text = rf"prepare {name}\. .*MemoryError: nothing to pin"
-            with pytest.raises(errors.RankError, match=text):
-                operations()[name](mine)
-            monkeypatch.undo()
-    finally:
-        comm.gpu_path = path
+    for name in ("allreduce", "broadcast"):
+        monkeypatch.setattr(runtime.communicator(), "gpu_path", PINNED)
+        fails_on_one(monkeypatch, _gpu.Runtime, "pinned", MemoryError("nothing to pin"))
+        mine = on_gpu(np.ones((4, 2), "float32"))
+        text = rf"prepare {name}\. .*MemoryError: nothing to pin"
+        with pytest.raises(errors.RankError, match=text):
+            operations()[name](mine)
+        monkeypatch.undo()
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
 
 
 def test_a_named_operation_fails_by_its_name(monkeypatch):
     comm = runtime.communicator()
-    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    monkeypatch.setattr(comm, "gpu_path", PINNED)
     with monkeypatch.context() as patched:
         fails_on_one(patched, _gpu.Runtime, "pinned", MemoryError("nothing to pin"))
         mine, host = on_gpu(np.ones(3, "float32")), np.ones(3, "float32")
@@ -349,10 +339,6 @@ def test_a_named_operation_fails_by_its_name(monkeypatch):
 
 def fitted(monkeypatch, bucket_nbytes, overlaps):
     """Returns a model after training in steps that reduce several buckets."""
-    import keras
-
-    from keras_dist.ops import gradient_plans
-
     monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: bucket_nbytes)
     monkeypatch.setattr(gradient_plans, "overlaps", lambda _: overlaps)
     keras.utils.set_random_seed(0)
@@ -366,16 +352,13 @@ def fitted(monkeypatch, bucket_nbytes, overlaps):
     return model
 
 
+@pytest.mark.jobs("double-tensorflow-2")
 @pytest.mark.parametrize(("path", "what"), [("NCCL", "launch"), ("pinned", "prepare")])
 def test_no_memory_for_a_prepared_result_on_one_rank(monkeypatch, path, what):
-    import keras
-
-    backend = keras.backend.backend()
-    if backend == "jax":
-        pytest.skip("JAX prepares no results")
+    is_torch = keras.backend.backend() == "torch"
     comm, prepare = runtime.communicator(), _gpu.DeviceArray.prepare
     if path == "pinned":
-        monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+        monkeypatch.setattr(comm, "gpu_path", PINNED)
 
     def no_memory(*_):
         raise MemoryError("no memory for a result")
@@ -389,7 +372,7 @@ def test_no_memory_for_a_prepared_result_on_one_rank(monkeypatch, path, what):
     last = rf"\[rank {comm.size - 1} of {comm.size}\]"
     text = rf"(?s){last} Expected every rank to {what} .*MemoryError: no memory for a result"
     with pytest.raises(Exception, match=text):  # TensorFlow has errors of its own
-        fitted(monkeypatch, 1, overlaps=backend == "torch")
+        fitted(monkeypatch, 1, overlaps=is_torch)
     comm.order.drain()  # the other buckets have failed as well
     monkeypatch.undo()
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
@@ -409,27 +392,22 @@ def trained(monkeypatch, bucket_nbytes):
         handle.wait = lambda: order.append(("awaited", number)) or wait()
         return handle
 
-    monkeypatch.setattr(FusedAllreduce, "queue_bucket", queue_bucket)
-    model = fitted(monkeypatch, bucket_nbytes, overlaps=False)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(FusedAllreduce, "queue_bucket", queue_bucket)
+        model = fitted(patched, bucket_nbytes, overlaps=False)
     return [weight.tobytes() for weight in model.get_weights()], order
 
 
+@pytest.mark.jobs("double-tensorflow-2")
 @pytest.mark.parametrize("path", ["NCCL", "pinned"])
 def test_tensorflow_starts_all_buckets_before_it_waits(monkeypatch, path):
-    import keras
-
     if keras.backend.backend() != "tensorflow":
         pytest.skip("torch queues from hooks, JAX starts all in one host call")
     comm = runtime.communicator()
-    before = comm.gpu_path
     if path == "pinned":
-        comm.gpu_path = _engine.GpuPath(False, "a test")
-    try:
-        together, no_order = trained(monkeypatch, 2**20)
-        apart, order = trained(monkeypatch, 1)
-    finally:
-        comm.gpu_path = before
+        monkeypatch.setattr(comm, "gpu_path", PINNED)
+    together, no_order = trained(monkeypatch, 2**20)
+    apart, order = trained(monkeypatch, 1)
     assert no_order == []
     assert order == [(what, n) for what in ("started", "awaited") for n in range(4)] * 3
     assert together == apart
@@ -481,7 +459,7 @@ def test_the_gpu_copies_from_and_to_pinned_memory_alone(monkeypatch):
 
     monkeypatch.setattr(_gpu.Runtime, "pinned", record_memory)
     monkeypatch.setattr(_gpu.Runtime, "copy", record_copy)
-    monkeypatch.setattr(comm, "gpu_path", _engine.GpuPath(False, "a test"))
+    monkeypatch.setattr(comm, "gpu_path", PINNED)
     arrays = [contribution("float32", (n,)) for n in (3, 500, 1000)]
     for nbytes in (16, 2**20):
         assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(), nbytes))
