@@ -10,11 +10,13 @@ import importlib
 import itertools
 import re
 import threading
+import types
 from typing import Any, NamedTuple
 
 import keras
 import ml_dtypes
 import numpy as np
+import numpy_reference
 import pytest
 
 import keras_dist
@@ -64,54 +66,31 @@ def dtype_of(name):
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-REDUCED = {
-    "sum": lambda values: values.sum(0),
-    "average": lambda values: values.mean(0),
-    "min": lambda values: values.min(0),
-    "max": lambda values: values.max(0),
-    "product": lambda values: values.prod(0),
-    "adasum": lambda values: values.mean(0),  # of parallel values
-}
-
-
-def reduced(values, op="average", prescale_factor=1, postscale_factor=1, **_):
-    dtype = values[0].dtype
-    truncated = np.trunc if dtype.kind in "iu" else np.asarray
-    wide = np.stack(values).astype(complex if dtype.kind == "c" else float)
-    found = REDUCED[getattr(op, "value", op).lower()](truncated(wide * prescale_factor))
-    found = truncated(truncated(found) * postscale_factor)
-    return found.astype(np.int64 if dtype.kind in "iu" else wide.dtype).astype(dtype)
-
-
-def expected(what, values, members, me, splits=None, root_rank=None, **options):
-    """Returns the result of an operation on a rank.
+def expected(what, values, members, me, op="average", root_rank=0, splits=None, **options):
+    """Returns the results of an operation on a rank.
 
     Args:
         what: name of the operation.
         values: of the members, in the order of their ranks; lists for a grouped operation.
         members: their ranks.
         me: the rank.
-        splits: of alltoall, a function of a rank and the number of members.
+        op: of a reduction.
         root_rank: of broadcast, as an index in `members`.
+        splits: of alltoall, a function of a rank and the number of members.
         **options: of a reduction.
     """
-    if what.startswith("grouped_"):
-        what = what.removeprefix("grouped_")
-        return [expected(what, one, members, me, **options) for one in zip(*values, strict=True)]
-    place, count = members.index(me), len(members)
-    if what == "broadcast":
-        return values[root_rank]
-    if what == "allgather":
-        return np.concatenate(values)
-    if what == "alltoall":
-        pairs = list(zip(members, values, strict=True))
-        tables = [splits(r, count) if splits else [len(v) // count] * count for r, v in pairs]
-        cuts = [np.cumsum([0, *table])[place:][:2] for table in tables]
-        rows = np.concatenate([v[a:b] for v, (a, b) in zip(values, cuts, strict=True)])
-        received = np.array([table[place] for table in tables], face.COUNTS)
-        return (rows, received) if splits else rows
-    found = reduced(values, **options)
-    return np.array_split(found, count)[place] if what == "reducescatter" else found
+    count = len(members)
+    call = types.SimpleNamespace(
+        operation=what,
+        op=getattr(op, "value", op).lower(),
+        factors=(options.get("prescale_factor", 1), options.get("postscale_factor", 1)),
+        root=root_rank,
+        splits=splits and [list(splits(rank, count)) for rank in members],
+        compression="none",
+    )
+    everyone = [flattened(value) for value in values]
+    found = numpy_reference.expected(call, everyone, [range(count)], True)[members.index(me)]
+    return [found[0], found[1].astype(face.COUNTS)] if splits else found
 
 
 def call(form, name, value, options, process_set):
@@ -322,7 +301,7 @@ def test_a_gradient_is_that_of_the_sum_of_the_losses_of_all_ranks(name, form, pr
 
         def results_on(rank, arrays):
             given = [[one, integers, 3 * one] for one in arrays] if name != single else arrays
-            found = flattened(expected(name, given, members, rank, **case.options))
+            found = expected(name, given, members, rank, **case.options)
             return np.concatenate([one.ravel() for one in found if one.dtype.kind == "f"])
 
         function = applied(name, case, process_set)
@@ -583,7 +562,8 @@ if hasattr(face, "sparse_allreduce"):
             with pytest.warns(DeprecationWarning, match=rf"op=hvd\.{op.name.title()}") as warned:
                 found = hvd.allreduce(tensor, average=average)
             assert warned[0].filename == __file__
-            check(found, reduced([own((3,), rank=rank) for rank in range(SIZE)], op))
+            values, members = [own((3,), rank=rank) for rank in range(SIZE)], list(range(SIZE))
+            check(found, expected("allreduce", values, members, RANK, op))
 
     @pytest.mark.parametrize("form", face.GRADIENTS)
     @pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
