@@ -15,7 +15,7 @@ import tensorflow as tf
 import keras_dist
 from keras_dist._backends.tensorflow_host import on_host
 
-pytestmark = [pytest.mark.jobs("engine"), pytest.mark.limit(60)]
+pytestmark = [pytest.mark.jobs("tensorflow-3"), pytest.mark.limit(60)]
 world = MPI.COMM_WORLD
 
 
