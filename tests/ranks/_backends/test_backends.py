@@ -6,12 +6,24 @@ import functools
 import keras
 import numpy as np
 import pytest
-from small_training import assert_close, compiled, make_data, make_model, rows_of_rank, weights_of
+from small_training import (
+    agreed,
+    assert_close,
+    compiled,
+    distributed,
+    make_data,
+    make_model,
+    rows_of_rank,
+    weights_of,
+)
 
 import keras_dist
 from keras_dist import errors
 
-pytestmark = pytest.mark.jobs("hooks", "jax-2")
+pytestmark = [
+    pytest.mark.jobs("hooks", "jax-2"),
+    pytest.mark.skipif(keras_dist.size() == 1, reason="one rank does not reduce"),
+]
 
 BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()
@@ -31,82 +43,25 @@ def expected_and_rows(optimizer):
 # --- JAX
 
 
-def jax_loop(compile_step, optimizer):
-    """Trains by stateless functions; returns the weights and the expected weights."""
-    import jax
-
-    expected, x, y = expected_and_rows(optimizer())
-    model = make_model(keras_dist.DistributedOptimizer(optimizer()))
-    model.optimizer.build(model.trainable_variables)
-    loss = keras.losses.SparseCategoricalCrossentropy()
-
-    def compute(trainable, other, x, y):
-        predicted, other = model.stateless_call(trainable, other, x, training=True)
-        return loss(y, predicted), other
-
-    @compile_step
-    def step(trainable, other, optimizer, x, y):
-        (_, other), gradients = jax.value_and_grad(compute, has_aux=True)(trainable, other, x, y)
-        trainable, optimizer = model.optimizer.stateless_apply(optimizer, gradients, trainable)
-        return trainable, other, optimizer
-
-    state = (
-        [v.value for v in model.trainable_variables],
-        [v.value for v in model.non_trainable_variables],
-        [v.value for v in model.optimizer.variables],
-    )
-    for start in range(0, len(x), BATCH):
-        state = step(*state, x[start : start + BATCH], y[start : start + BATCH])
-    return [np.array(value) for value in state[0]], expected
-
-
 @on_jax
-def test_a_custom_loop_inside_and_outside_jit():
-    import jax
-
-    # Outside jit each operation is compiled separately: SGD has fewer than Adam.
-    loops = (jax.jit, keras.optimizers.Adam), (lambda step: step, keras.optimizers.SGD)
-    for compile_step, optimizer in loops:
-        weights, expected = jax_loop(compile_step, lambda: optimizer(0.01))  # noqa: B023
-        assert_close(weights, expected)
-        assert len({tuple(w.tobytes() for w in ws) for ws in gathered(weights)}) == 1
-
-
-def gathered(value):
-    return keras_dist.allgather_object(value)
-
-
-@on_jax
-def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch):
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_fit_reduces_between_two_programs_and_by_no_callback(monkeypatch, jit_compile):
     from keras_dist._backends.jax import backend
 
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not reduce")
-    monkeypatch.setattr(backend, "call_host", None)  # a callback would fail
+    if jit_compile:
+        monkeypatch.setattr(backend, "call_host", None)  # a callback would fail
     expected, x, y = expected_and_rows(keras.optimizers.SGD(0.1))
-    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    model = distributed(jit_compile=jit_compile)
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=keras_dist.callbacks())
     assert_close(weights_of(model), expected)
-    assert model.jit_compile is True
-    assert "train_step" not in vars(model)
-
-
-@on_jax
-def test_a_step_without_jit_compile_gives_the_same_weights():
-    expected, x, y = expected_and_rows(keras.optimizers.SGD(0.1))
-    model = make_model(
-        keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=False
-    )
-    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-    assert_close(weights_of(model), expected)
+    assert model.jit_compile is jit_compile
+    assert not (jit_compile and "train_step" in vars(model))
 
 
 @on_jax
 def test_accumulation_steps_do_not_communicate(monkeypatch):
     from keras_dist import _engine
 
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not reduce")
     calls = []
     original = _engine.FusedAllreduce.__call__
 
@@ -115,8 +70,7 @@ def test_accumulation_steps_do_not_communicate(monkeypatch):
         return original(self, arrays)
 
     monkeypatch.setattr(_engine.FusedAllreduce, "__call__", counted)
-    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
-    model = make_model(keras_dist.DistributedOptimizer(optimizer))
+    model = distributed(keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
     x, y = make_data(6 * BATCH)
     for start in range(0, len(x), BATCH):
         model.train_on_batch(x[start : start + BATCH], y[start : start + BATCH])
@@ -145,27 +99,6 @@ def test_conversion_of_every_float_dtype_is_exact(dtype):
         assert (variable.value == -(size - 1) / 2).all()
 
 
-@on_torch
-def test_sparse_gradients_are_reduced_as_rows():
-    import torch
-
-    from keras_dist import _backends
-    from keras_dist.ops import reduction_options
-    from keras_dist.training import gradient_reduction
-
-    rank, size = keras_dist.rank(), keras_dist.size()
-    gradient = torch.sparse_coo_tensor([[rank, rank, 7]], [[1.0, 2], [3, 4], [6, 6]], (9, 2))
-    table = keras.Variable(np.zeros((9, 2)), name="table")
-    reduce = gradient_reduction.GradientReduction(reduction_options.ReductionOptions())
-    (result,) = reduce([gradient], [table])
-    expected = np.zeros((9, 2))
-    expected[:size] = [4 / size, 6 / size]
-    expected[7] = 6
-    assert result.is_sparse
-    np.testing.assert_allclose(result.to_dense().numpy(), expected, rtol=1e-6)
-    assert _backends.active().coalesce([gradient])[0].indices().shape == (1, 2)
-
-
 @pytest.fixture
 def distribution():
     before = keras.distribution.distribution()
@@ -178,23 +111,14 @@ def sgd():
     return keras_dist.DistributedOptimizer(keras.optimizers.SGD())
 
 
-def test_a_keras_distribution_is_refused_with_a_distributed_optimizer(distribution):
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not average")
-    model = compiled(make_model(), sgd())
+def test_a_keras_distribution_is_refused(distribution):
+    model = make_model(sgd())
     with pytest.raises(errors.BackendError, match="DataParallel active on") as raised:
         model.fit(*make_data(8), verbose=0)
     assert "gradients keras_dist alone averages" in str(raised.value)
-
-
-def test_a_keras_distribution_is_refused_with_sharded_data(distribution):
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not shard")
-    sgd()  # hooks `fit`
     data = keras_dist.data.shard(make_data(8), batch_size=2)
-    model = compiled(make_model(), keras.optimizers.SGD())
     with pytest.raises(errors.BackendError, match="data that keras_dist alone shares out"):
-        model.fit(data, verbose=0)
+        make_model().fit(data, verbose=0)
 
 
 class Counted(keras.callbacks.Callback):
@@ -210,8 +134,6 @@ class Counted(keras.callbacks.Callback):
 def test_a_strategy_of_tf_distribute_is_refused(name, in_scope):
     import tensorflow as tf
 
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not average")
     device = ["CPU:0"] if name == "MirroredStrategy" else "CPU:0"
     strategy = getattr(tf.distribute, name)(device)
 
@@ -237,8 +159,6 @@ def test_a_tape_in_a_strategy_is_refused(traced):
 
     import keras_dist.tensorflow as hvd
 
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not average")
     weights = tf.Variable([1.0, 2.0])
 
     def step():
@@ -256,8 +176,6 @@ def group_of_torch(shared_tmp_path):
     """A process group of torch with this rank alone."""
     import torch
 
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not average")
     store = torch.distributed.FileStore(str(shared_tmp_path / f"{keras_dist.rank()}"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
@@ -266,7 +184,7 @@ def group_of_torch(shared_tmp_path):
 
 @on_torch
 def test_a_model_that_keras_would_wrap_in_ddp_is_refused(group_of_torch):
-    model = compiled(make_model(), sgd())
+    model = make_model(sgd())
     vars(model).setdefault("ddp_model", None)  # as in Keras 3.16
     with pytest.raises(errors.BackendError, match=r"DistributedDataParallel \(ddp_model\)"):
         model.fit(*make_data(8), verbose=0)
@@ -279,8 +197,7 @@ def test_a_model_with_ddp_is_refused(group_of_torch):
 
     inner = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 3))
     layers = [keras.Input((6,)), keras.layers.TorchModuleWrapper(inner)]
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD())
-    model = compiled(keras.Sequential(layers), optimizer)
+    model = compiled(keras.Sequential(layers), sgd())
     with pytest.raises(errors.ArgumentError, match="DistributedDataParallel in it"):
         model.fit(*make_data(8), verbose=0)
 
@@ -306,10 +223,8 @@ def queued(monkeypatch):
 
 @on_torch
 def test_reductions_overlap_with_backpropagation(queued):
-    if keras_dist.size() == 1:
-        pytest.skip("one rank does not reduce")
     expected, x, y = expected_and_rows(keras.optimizers.Adam(0.01))
-    model = make_model(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)))
+    model = distributed(keras.optimizers.Adam(0.01))
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     assert_close(weights_of(model), expected)
     # The first step makes the plan; the others queue four gradients, last gradient first.
@@ -352,6 +267,5 @@ def test_changed_gradients_are_reduced_again(queued, what):
     own_rows = [rows_of_rank(array, BATCH) for array in (x, y)]
     weights = train(optimizer, *own_rows, BATCH)
     assert_close(weights, expected)
-    assert len({w.tobytes() for w in keras_dist.allgather_object(weights[0])}) == 1
-    # Queued in vain once; then the overlap stops.
-    assert len(queued) == (2 if keras_dist.size() > 1 else 0)
+    assert agreed([weight.tobytes() for weight in weights])
+    assert len(queued) == 2  # in vain once; then the overlap stops
