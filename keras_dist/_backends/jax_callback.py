@@ -29,7 +29,10 @@ def call_host(
     into: WritingCall | None = None,
 ) -> list[Any]:
     """Adds a host call, which neither changes nor keeps arrays, with results of `shapes`."""
-    return list(_host_call.bind(*arrays, function=function, shapes=tuple(shapes), into=into))
+    # XLA packs elements of less than a byte; numpy does not.
+    given = [array.astype(_unpacked(array.dtype)) for array in arrays]
+    results = _host_call.bind(*given, function=function, shapes=tuple(shapes), into=into)
+    return [result.astype(array.dtype) for result, array in zip(results, arrays, strict=True)]
 
 
 # The effect of an ordered callback keeps host calls in program order.
@@ -37,6 +40,15 @@ def call_host(
 
 _host_call = Primitive("keras_dist_host_call")
 _host_call.multiple_results = True
+
+
+def _unpacked(dtype: Any) -> Any:
+    """Returns a dtype of whole bytes that holds the numbers of another."""
+    if jax.numpy.issubdtype(dtype, jax.numpy.integer) and jax.numpy.iinfo(dtype).bits < 8:
+        return jax.numpy.int8
+    if jax.numpy.issubdtype(dtype, jax.numpy.floating) and jax.numpy.finfo(dtype).bits < 8:
+        return jax.numpy.float8_e4m3fn
+    return dtype
 
 
 def _abstract(

@@ -164,7 +164,7 @@ def test_loops_and_branches_have_the_bits_of_single_calls(monkeypatch, in_place)
 def test_a_program_may_donate_what_it_reduces():
     given = [
         jnp.asarray(np.arange(np.prod(shape)).reshape(shape) + hvd.rank(), dtype)
-        for dtype in ("bool", "int8", "bfloat16", "float16", "float32", "complex64")
+        for dtype in ("bool", "int4", "int8", "bfloat16", "float16", "float32", "complex64")
         for shape in ((), (0,), (3, 5))
     ]
 
