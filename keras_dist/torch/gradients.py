@@ -34,6 +34,8 @@ from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.torch import reduce_ops
 from keras_dist.torch.compilation import untraced
 
+FREEZE = "While a generator trains, freeze its discriminator by requires_grad_(False)."
+
 
 class Layout:
     """The indices of gradients in a plan."""
@@ -111,7 +113,8 @@ class Gradients:
                 "zero_grad before backward, or after step or synchronize",
                 "zero_grad between them, during the reduction of gradients",
                 "Call optimizer.step() or optimizer.synchronize() first. With a GradScaler, "
-                "call synchronize() before unscale_ and step, or one rank may skip a step.",
+                "call synchronize() before unscale_ and step, or one rank may skip a step. "
+                f"{FREEZE}",
             )
         self._counts.clear()
 
@@ -214,7 +217,7 @@ class Gradients:
                 f"{count} times, before step or synchronize",
                 "Pass backward_passes_per_step to accumulate as many gradients before a step. "
                 "Call optimizer.step() to use the passes of an incomplete step, such as the "
-                "last one of an epoch, or optimizer.zero_grad() to drop them.",
+                f"last one of an epoch, or optimizer.zero_grad() to drop them. {FREEZE}",
             )
         layout = self._layout
         if layout is None or not layout.plan.overlaps:
