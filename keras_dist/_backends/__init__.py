@@ -235,7 +235,7 @@ def active() -> Backend:
             repr(name),
             f"Set KERAS_BACKEND={SUPPORTED[0]} before Keras is imported.",
         )
-    return _load(name)
+    return load(name)
 
 
 def use(name: str) -> None:
@@ -249,14 +249,15 @@ def in_use() -> list[Backend]:
 
     These are the registered ones, and that of Keras if it is imported or none is registered.
     """
-    backends = [_load(name) for name in _named]
+    backends = [load(name) for name in _named]
     if (not backends or "keras" in sys.modules) and active() not in backends:
         backends.append(active())
     return backends
 
 
 @functools.cache  # AutoGraph does not trace cached functions
-def _load(name: str) -> Backend:
+def load(name: str) -> Backend:
+    """Returns the backend of a framework, which is imported."""
     try:
         return importlib.import_module(f"keras_dist._backends.{name}").backend
     except ImportError:

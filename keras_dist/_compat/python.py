@@ -23,6 +23,11 @@ def is_mine(lock: Any) -> bool:
     return bool(lock._is_owned())
 
 
+def is_named_tuple(data: Any) -> bool:
+    """Returns whether an object is a tuple of a class that `collections.namedtuple` has made."""
+    return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
 def is_foreign_thread(thread: threading.Thread) -> bool:
     """Returns whether a thread was not started by Python's `threading`."""
     return isinstance(thread, threading._DummyThread)

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist import _backends
+from keras_dist._compat.python import is_named_tuple
 from keras_dist.ops.arguments import native
 
 
@@ -41,7 +43,7 @@ def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
             mapped(function, value, *(other[index] for other in others))
             for index, value in enumerate(data)
         )
-        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
+        return type(data)(*values) if is_named_tuple(data) else tuple(values)
     return function(data, *others)
 
 
@@ -62,9 +64,7 @@ def as_array(leaf: Any) -> np.ndarray:
     A pandas column becomes an array of shape `(rows, 1)`; floats of pandas become `floatx`.
     """
     if is_a(leaf, "torch", "Tensor"):
-        from keras_dist._backends.torch_tensors import to_numpy
-
-        return to_numpy(leaf)
+        return _backends.load("torch").host_array(leaf)
     array = native(np.asarray(leaf))
     if is_a(leaf, "pandas", "DataFrame", "Series"):
         array = in_floatx(array[:, None] if array.ndim == 1 else array)
