@@ -42,6 +42,7 @@ def test_prometheus_uses_loopback_unless_an_address_is_given(text, endpoint):
         ("PIN_DEVICE", "maybe"),
         ("COMPRESSION", "zip"),
         ("STALL_SECONDS", "-1"),
+        ("STALL_ABORT_SECONDS", "soon"),
         ("TOP_PORT", "65536"),
         ("PROMETHEUS_PORT", "localhost:"),
     ],

@@ -17,6 +17,8 @@ from keras_dist._engine.mpi.topology import Links
 
 pytestmark = pytest.mark.jobs("engine")
 
+SUM = _engine.OpOptions(_engine.ReduceOp.SUM)
+
 
 class Limited:
     """An MPI communicator that limits the size of buffers."""
@@ -51,6 +53,14 @@ def test_no_call_of_mpi_needs_more_than_its_limit(monkeypatch, number):
     everyone = collectives.allgather_object(comm, list(range(2000 * (comm.rank + 1))))
     assert [len(numbers) for numbers in everyone] == [2000 * (r + 1) for r in range(comm.size)]
     assert collectives.broadcast_object(comm, "x" * 9000 * (comm.rank == 0), 0) == "x" * 9000
+    rows = np.arange(2000.0 * comm.size)  # those of the programs are too few for these
+    own = rows[2000 * comm.rank :][:2000]
+    [found] = collectives.broadcast(comm, [rows + comm.rank], ["x"], 1)
+    assert (found == rows + 1).all()
+    found, _ = collectives.alltoall(comm, rows + comm.rank, None, "x")
+    assert (found == np.concatenate([own + rank for rank in range(comm.size)])).all()
+    [found] = collectives.reducescatter(comm, [rows], ["x"], SUM)
+    assert (found == comm.size * own).all()
     comm.free()
 
 
@@ -73,3 +83,5 @@ def test_contributions_and_results_are_rounded(
     for row in everyone:
         total += row.astype(narrow).astype(dtype)
     assert result.tobytes() == total.astype(narrow).astype(dtype).tobytes()
+    reduction.reduce_through_mpi(MPI.COMM_WORLD, mine, mine, sums, wire)  # in place
+    assert mine.tobytes() == result.tobytes()

@@ -5,6 +5,7 @@ import threading
 import time
 
 import keras
+import numpy as np
 import pytest
 from interrupting import Interrupt, Interrupted
 from small_training import CLASSES, FEATURES, agreed, compiled, make_data
@@ -14,6 +15,7 @@ from keras_dist import errors
 from keras_dist.callbacks import ShardedCheckpoint
 from keras_dist.resume import format, tensor_file
 from keras_dist.resume.read import Contents
+from keras_dist.resume.variables import pieces_of_rank
 from keras_dist.training import model_state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value
@@ -292,3 +294,19 @@ def test_local_variables_are_those_of_the_root(directory):
     keras_dist.checkpoints.load(again, directory)
     wanted = model_state.bytes_of(model.weights[0]).tobytes() if keras_dist.rank() == 0 else before
     assert model_state.bytes_of(again.weights[0]).tobytes() == wanted
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_pieces_cover_each_element_once(size):
+    values = (np.zeros(5, "float32"), np.zeros(0, "float32"), np.zeros((3, 4), "float16"), 0)
+    kinds = ("float32", "float32", "float16", "int")
+    variables = [
+        keras.Variable(value, dtype=kind, trainable=False)
+        for value, kind in zip(values, kinds, strict=True)
+    ]
+    equal = {id(variable) for variable in variables[:2] + variables[3:]}  # one is local
+    seen = {index: [] for index in range(len(variables))}
+    for rank in range(size):
+        for piece in pieces_of_rank(variables, rank, size, equal, rank == 0):
+            seen[piece.index] += range(piece.low, piece.high)
+    assert [sorted(seen[i]) for i in seen] == [[*range(5)], [], [*range(12)], [0]]

@@ -115,3 +115,10 @@ def test_batches_keep_their_order_when_keras_requests_another():
     following = part[0].tolist()
     assert following != expected[0]
     assert following == epoch_of(part)[0]
+
+
+def test_the_end_of_an_epoch_may_be_said_after_a_loop():
+    [part], [other] = (parts_of(np.arange(20), 1, batch_size=4) for _ in range(2))
+    assert epoch_of(part) == epoch_of(other)
+    part.on_epoch_end()
+    assert epoch_of(part) == epoch_of(other)

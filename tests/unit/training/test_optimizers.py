@@ -117,6 +117,7 @@ def test_configuration_and_saved_model_give_the_same_optimizer(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
+        {"momentum": 1.0},
         {"weight_decay": -0.1},
         {"trust_coefficient": 0.0},
         {"epsilon": -1e-9},
