@@ -235,5 +235,5 @@ def _copy_to(content: BinaryIO, filepath: str) -> None:
 
 
 def _copy(content: BinaryIO, path: str) -> None:
-    with open(path, "xb") as file:
+    with open(path, "wb") as file:  # one of HDF5 exists, with its space
         shutil.copyfileobj(content, file, COPY_NBYTES)

@@ -191,6 +191,19 @@ def test_training_goes_on_while_a_checkpoint_is_written(shared_tmp_path, tempora
         np.testing.assert_array_equal(weight, expected)
 
 
+def test_hdf5_is_written_behind(shared_tmp_path):
+    path = shared_tmp_path / "model.weights.h5"
+    model, loaded = distributed(), distributed()
+    checkpoint = ModelCheckpoint(path, save_weights_only=True, asynchronous=True)
+    model.fit(*make_data(8), epochs=2, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
+    keras_dist.barrier()
+    assert [entry.name for entry in shared_tmp_path.iterdir()] == [path.name]
+    loaded.fit(*make_data(8), verbose=0, callbacks=keras_dist.callbacks())  # builds it
+    loaded.load_weights(path)
+    for weight, expected in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, expected)
+
+
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_write_that_fails_behind_is_an_error_on_every_rank(
     epochs, shared_tmp_path, temporary, monkeypatch
