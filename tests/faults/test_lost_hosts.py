@@ -99,6 +99,7 @@ def test_a_job_that_has_lost_a_host_restarts(run, open_mpi):
 
     variables = {**LIMITS, TOLD: "1", "KERAS_DIST_STALL_ABORT_SECONDS": "20"}
     code, printed = run(open_mpi, lose_for_a_second, launches=["--max-restarts", "1"], **variables)
+    assert "Received: exit code 255 of ssh to host2" in printed, printed
     assert "Restart 1 of 1 in 1 s" in printed, printed
     assert code == 0 and printed.count("ends well") == 2, printed
 

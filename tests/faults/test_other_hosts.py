@@ -121,7 +121,7 @@ def test_a_fit_that_commits_goes_on(change):
     def fail_twice_first():
         change.answer.write_text("localhost:2x\n")
         before = change.answer.with_name("asked").stat().st_size
-        wait_for(lambda: change.answer.with_name("asked").stat().st_size > before + 2)
+        assert wait_for(lambda: change.answer.with_name("asked").stat().st_size > before + 2)
         change.answer.write_text("localhost:3\n")
 
     printed = change("localhost:2\n", fail_twice_first, "elastic_fit")
