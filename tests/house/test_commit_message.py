@@ -52,7 +52,10 @@ def test_good_messages_pass(check_message):
         "docs(data/tf): explain the shards of a pipeline" + BODY,
         "perf: " + "reduce " * 9 + "in" + "x" + BODY,
         "fix: process what is embedded" + BODY,
+        "test: bring the ranks together" + BODY,
+        "refactor: embed rows" + BODY,
         "Merge branch 'side'",
+        "Merge pull request #12 from someone/side",
         'Revert "fix: read the state of the generator"\n\nThis reverts commit 08438df.',
         "# a comment of git\nfix: add a check" + BODY + "# another one\n",
     ):
@@ -61,6 +64,7 @@ def test_good_messages_pass(check_message):
 
 def test_bad_messages_are_refused(check_message):
     for message, fault in (
+        ("fix: add a check", "no body"),
         ("fix: add a check\n\n# Please enter the commit message", "no body"),
         (f"fix: add a check\n\n# {'-' * 24} >8 {'-' * 24}\ndiff --git a/x b/x", "no body"),
         ("fix: add a check\n\nSigned-off-by: A <a@b.c>", "no body"),
@@ -69,6 +73,7 @@ def test_bad_messages_are_refused(check_message):
         ("fix: add a check." + BODY, "full stop"),
         ("fix: Added a check" + BODY, "'Added' begins no sentence in the imperative"),
         ("fix: adds a check" + BODY, "'adds' begins"),
+        ("fix: adding a check" + BODY, "'adding' begins"),
         ("fix: the check is added" + BODY, "'the' begins"),
         ("feature: add a check" + BODY, "with a type of bench build"),
         ("fix add a check" + BODY, "with a type of bench build"),

@@ -126,6 +126,21 @@ def test_commands_on_the_pages_are_right(there):
             raise AssertionError(f"{place}: {shlex.join(words)}: {error!r}") from error
 
 
+def test_commands_that_are_wrong_are_found(there):
+    for line in (
+        "keras-dist run -np 2 --restarts 3 python train.py",
+        "keras-dist doctors",
+        "mpirun -c 2 python train.py",
+        "python examples/mnist/train.py --epoch 3",
+        "pip install 'keras_dist[tensorflow,mpi]'",
+        "scripts/tests",
+        "kerasdist run -np 2 python train.py",
+    ):
+        [words] = split(line)
+        with pytest.raises((AssertionError, KeyError)):
+            check(words)
+
+
 def test_scripts_on_the_pages_can_be_read_by_bash():
     for path in pages.pages():
         for line, code in pages.blocks(path.read_text(), *SHELL):

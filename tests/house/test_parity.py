@@ -81,4 +81,6 @@ def test_a_check_takes_the_numbers_of_the_document(table):
     check = {"mark": "exactness", "arguments": ["--check"]}
     _, text = table(record, mark="exactness")
     assert table((*record[:3], (3e-7, ["first"])), **check) == (0, text)
+    skipped = {"first": {"a": "Skipped: not there"}}
+    assert table((*record[:2], skipped, record[3]), **check) == (1, text)
     assert table(record, record, **check) == (1, text)  # another number of cases

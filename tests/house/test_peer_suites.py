@@ -39,6 +39,26 @@ def test_a_failure_counts_if_it_is_expected_or_the_first_of_the_job(outcomes, co
     assert {test: outcome for test, (outcome, _) in found.items()} == counted
 
 
+def test_a_job_goes_on_after_the_failure_of_another_job(monkeypatch):
+    jobs = [
+        (lines_of(first="passed", second="failed"), 1),
+        (lines_of(second="failed"), 1),
+        (lines_of(third="passed"), 0),
+    ]
+    given = []
+
+    def run_job(suite, source, files, backend, done, limit):
+        given.append([*done])
+        return *jobs[len(given) - 1], "output"
+
+    monkeypatch.setattr(run, "run_job", run_job)
+    outcomes = {}
+    for found, _ in run.run_files("keras", None, ["folder/file_test.py"], "torch", 1):
+        outcomes |= {test: outcome for test, (outcome, _) in found.items()}
+    assert outcomes == {FIRST: "passed", SECOND: "failed", THIRD: "passed"}
+    assert [done[-2:] for done in given[1:]] == [[*given[0][-1:], FIRST], [FIRST, SECOND]]
+
+
 def test_the_table_counts_expected_failures_by_backend(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "BUILD", tmp_path)
     for backend in "jax", "torch":

@@ -14,6 +14,12 @@ def test_a_file_without_known_jobs_is_an_error(tmp_path, text):
         suite.jobs_of(path)
 
 
+def test_marks_add_jobs():
+    assert suite.runs_in("torch-2", ["training", "torch-3"])
+    assert suite.runs_in("torch-3", ["training", "torch-3"])
+    assert not suite.runs_in("torch-3", ["training"])
+
+
 OF_JOBS = """
 import pathlib, pytest
 def fail_once(place):
