@@ -87,6 +87,7 @@ def found_by_a_job(**facts):
 
 
 NOWHERE = {"several_threads": False, "from_other_threads": False}
+SHARED = "Ranks of one node share memory on x86 and aarch64 under Linux, with room in /dev/shm."
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,8 @@ NOWHERE = {"several_threads": False, "from_other_threads": False}
     [
         ({"several_threads": False}, "Threads", "Stall reports name missing ranks only with"),
         (NOWHERE, "Threads", "Use an MPI library built for MPI_THREAD_SERIALIZED or higher."),
-        ({"shares_memory": False}, "Speed", "Ranks of one node share memory on x86 and aarch64"),
-        ({"shares_memory": False, "hosts": ["h1", "h2"], "ranks": 3}, "Speed", "Ranks of one"),
+        ({"shares_memory": False}, "Speed", SHARED),
+        ({"shares_memory": False, "hosts": ["h1", "h2"], "ranks": 3}, "Speed", SHARED),
         ({"shares_memory": False, "hosts": ["h1", "h2"]}, "Speed", ""),  # a rank on each host
     ],
 )

@@ -296,6 +296,11 @@ def test_the_end_of_a_world_ends_its_barriers():
     assert answers == [None]
 
 
+def test_the_port_of_an_address_is_a_number():
+    with pytest.raises(errors.ArgumentError, match="address as host:port"):
+        join_world("127.0.0.1:port", 0, 1, "token")
+
+
 def test_a_process_of_mpiexec_is_a_rank_already(monkeypatch):
     monkeypatch.setenv("PMI_SIZE", "2")
     with pytest.raises(errors.LaunchError, match="not a rank yet"):
