@@ -137,23 +137,30 @@ def _written(arguments: dict[str, Any]) -> list[str]:
         for each in flat(arguments)
         for kind, attribute in PATHS.items()
         if isinstance(each, getattr(keras.callbacks, kind)) and not members([each])
+        if attribute in vars(each)  # a subclass may have a property instead
     ]
 
 
 def _warn_of_files(gathered: list[list[str]]) -> None:
-    """Warns once of paths that callbacks of Keras write to on several ranks."""
+    """Warns of a path that callbacks of Keras write to on several ranks."""
     paths = collections.Counter(path for written in gathered for path in set(written))
     shared = sorted(path for path, ranks in paths.items() if ranks > 1)
     if shared:
-        runtime.notify(
-            errors.explain(
-                runtime.where(),
-                "callbacks that write files on one rank, or on each rank in a file of its own",
-                f"keras.callbacks.{shared[0]}, on several ranks",
-                "Use the BackupAndRestore and ModelCheckpoint of keras_dist.callbacks, and wrap "
-                "others in keras_dist.callbacks.RootOnly.",
-            )
+        _warn_of_file(shared[0])
+
+
+@functools.cache
+def _warn_of_file(path: str) -> None:
+    """Warns once of a path, although a script may call `fit` for each epoch."""
+    runtime.notify(
+        errors.explain(
+            runtime.where(),
+            "callbacks that write files on one rank, or on each rank in a file of its own",
+            f"keras.callbacks.{path}, on several ranks",
+            "Use the BackupAndRestore and ModelCheckpoint of keras_dist.callbacks, and wrap "
+            "others in keras_dist.callbacks.RootOnly.",
         )
+    )
 
 
 def flat(arguments: dict[str, Any]) -> list[Any]:

@@ -75,9 +75,10 @@ def test_the_root_names_files_that_several_ranks_write(shared_tmp_path, caplog, 
         keras_dist.callbacks.ModelCheckpoint(f"{shared_tmp_path}/model.keras"),
         RootOnly(keras.callbacks.CSVLogger(f"{shared_tmp_path}/root.csv")),
     ]
-    fit(*writers[place == "on the root" and keras_dist.rank() > 0 :])
+    for _ in range(2):  # as a script does that calls `fit` for each epoch
+        fit(*writers[place == "on the root" and keras_dist.rank() > 0 :])
     warns = place == "on all ranks" and keras_dist.size() > 1 and keras_dist.rank() == 0
-    assert (f"CSVLogger of {path}.csv, on several ranks" in caplog.text) == warns
+    assert caplog.text.count(f"CSVLogger of {path}.csv, on several ranks") == warns
     assert "model.keras" not in caplog.text and "root.csv" not in caplog.text
 
 
