@@ -297,6 +297,8 @@ class TensorFlow(Backend):
         tables = [
             variable for gradient, variable in pairs if isinstance(gradient, tf.IndexedSlices)
         ]
+        if not tables:  # the usual case, in which an eager step saves the shapes of all states
+            return
         shapes = {tuple(table.shape) for table in tables}
         for table in [*tables, *(each for each in state if tuple(each.shape) in shapes)]:
             tf.raw_ops.DisableCopyOnRead(resource=table.handle)
