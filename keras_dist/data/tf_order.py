@@ -213,7 +213,7 @@ def with_own_caches(
         "each rank of a host to cache its pipeline in a file of its own",
         f".cache({found[0]!r}) on several ranks, before other transformations",
         "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or make "
-        ".cache() the last transformation before shard(), which then adds the rank itself.",
+        ".cache() the last transformation before shard or predict, which then add the rank.",
     )
 
 

@@ -48,8 +48,8 @@ def predict(
         other than the first.
 
     Raises:
-        DataError: there is no batch, the order of the data differs from rank to rank, or a rank
-            failed; raised on every rank.
+        DataError: there is no batch, the order of the data differs from rank to rank, ranks of a
+            host cache in one file, or a rank failed; raised on every rank.
         ArgumentError: data of batches has a `batch_size`.
 
     Example:
