@@ -71,7 +71,8 @@ class InOrder(Passes):
 
     `dataset[i]` is batch i. `fit` requests the indices in a random order, a different one on
     each rank. Within an epoch, the k-th index that Keras requests therefore maps to batch k: the
-    batches of a step have the same size on every rank, and runs are repeatable.
+    batches of a step have the same size on every rank, and runs are repeatable. With workers,
+    batches are requested in advance, and index i is batch i.
     """
 
     def __init__(self, **options: Any):
@@ -88,8 +89,8 @@ class InOrder(Passes):
     def position(self, index: int) -> int:
         """Returns the number of the batch to return for a requested index."""
         index = range(len(self))[index]
-        # Worker processes cannot see the requests of the others.
-        if self._positions is None or self.use_multiprocessing:
+        # Requests of workers come in any order; `fit` with several ranks lets Keras keep the order.
+        if self._positions is None or self.workers > 1 or self.use_multiprocessing:
             return index
         with self._lock:
             return self._positions.setdefault(index, len(self._positions))

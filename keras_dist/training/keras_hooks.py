@@ -91,10 +91,15 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     found = members(flat(bound.arguments))
     with within_set(set_of(found, model), found):
         agreement = agree_on_fit(bound.arguments)
-        # Arguments except callbacks are passed as given: other code may have wrapped `fit`.
-        ordered, position = bound.arguments["callbacks"], list(bound.arguments).index("callbacks")
-        given = [ordered if at == position else value for at, value in enumerate(args)]
-        options = {**kwargs, "callbacks": ordered} if "callbacks" in kwargs else kwargs
+        # Other arguments are passed as given: other code may have wrapped `fit`.
+        changed = {"callbacks": bound.arguments["callbacks"]}
+        if _is_read_ahead(bound.arguments["x"]):
+            changed["shuffle"] = False
+        given = [
+            changed.pop(name, value) for name, value in zip(bound.arguments, args, strict=False)
+        ]
+        is_passed = {*kwargs, "shuffle"} & set(bound.arguments)
+        options = {**kwargs, **{name: changed[name] for name in is_passed & set(changed)}}
         data = epochs.training_on(bound.arguments, *agreement)
         try:
             with FitSession(model), data, random_generators.separable():
@@ -102,6 +107,12 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         finally:
             if is_within:  # the outer fit goes on with its own step
                 model.train_function, model.__dict__[TRACED_FOR] = outer
+
+
+def _is_read_ahead(data: Any) -> bool:
+    """Returns whether workers of Keras read sharded data, in an order that the data cannot see."""
+    is_dataset = isinstance(data, keras.utils.PyDataset) and epochs.is_sharded(data)
+    return is_dataset and (data.workers > 1 or data.use_multiprocessing)
 
 
 def _running(task: str) -> Callable[..., Any]:

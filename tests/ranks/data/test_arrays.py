@@ -1,6 +1,7 @@
 """`shard` of arrays gives a step what `fit` of the same arrays gives it in one process."""
 
 import collections
+import time
 
 import keras
 import ml_dtypes
@@ -79,3 +80,36 @@ def test_integers_and_booleans_stay():
 def test_named_tuples_stay():
     x, y, weights = drawn()
     as_one_process(Pair(x[:, :1], x[:, 1:]), y, weights)
+
+
+class Slow(keras.utils.PyDataset):
+    """Batches of `count` samples, of which every other step takes longer to read."""
+
+    def __init__(self, count, **options):
+        super().__init__(**options)
+        self.count = count
+
+    def __len__(self):
+        return 8 * keras_dist.size() // self.count
+
+    def __getitem__(self, index):
+        numbers = np.arange(index * self.count, (index + 1) * self.count)
+        time.sleep(0.05 * (numbers[0] // keras_dist.size() % 2 == 0))
+        return 1 + numbers[:, None].astype("float32") / 8, np.ones((self.count, 1), "float32")
+
+
+def test_workers_read_batches_in_their_order():
+    def weights(optimizer, dataset, **options):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+        model.fit(dataset, epochs=2, verbose=0, **options)
+        return model.get_weights()
+
+    wrapped = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    sharded = shard(Slow(1, workers=3), shuffle=False)
+    found = weights(wrapped, sharded, callbacks=keras_dist.callbacks())
+    plain = Slow(keras_dist.size(), workers=3)
+    expected = weights(keras.optimizers.SGD(0.05), plain, shuffle=False)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
