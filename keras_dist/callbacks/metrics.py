@@ -66,7 +66,8 @@ class MetricAverageCallback(SessionCallback):
             self.session.before_first_step(FirstStep.METRICS, self._build)
 
     def _build(self, *arguments: Any) -> tuple[Any, ...]:
-        _backends.active().build_metrics(self.model, arguments[-1])
+        # Not `self.model`, which on JAX gives the model the state that this step donates.
+        _backends.active().build_metrics(self.session.model, arguments[-1])
         return arguments
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
