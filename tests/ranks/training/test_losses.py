@@ -348,6 +348,21 @@ def test_train_on_batch_returns_the_loss_of_all_ranks(make):
             np.testing.assert_allclose(one[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.skipif(backend != "tensorflow", reason="elsewhere test_exactness draws it")
+def test_xla_leaves_out_a_step_with_rows_of_unknown_lengths():
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((None, TOKENS)), keras.layers.Conv1D(1, 1)]
+    model = distributed((keras.Sequential(layers), {"loss": "mse"}), 0.0, jit_compile=True)
+    rng = np.random.default_rng(0)
+    x = [rng.standard_normal((2, 3 + 5 * n, TOKENS)).astype("float32") for n in range(4)]
+    x = [each * (1 + n) for n, each in enumerate(x)][: keras_dist.size()]
+    differences = [np.square(model.predict(each, verbose=0) - each[..., :1]).ravel() for each in x]
+    mine = x[keras_dist.rank()]
+    # A compiled step would return the loss of this rank.
+    found = model.train_on_batch(mine, mine[..., :1])
+    np.testing.assert_allclose(found, np.mean(np.concatenate(differences)), rtol=1e-5)
+
+
 def test_evaluation_without_callbacks_is_local():
     model = distributed(of_tokens(), **EAGER)
     [x, y], *_ = parts_of_text()[0]

@@ -100,6 +100,21 @@ def test_without_callbacks_the_first_step_builds_the_slices_of_the_state():
     assert sum(keras_dist.allgather_object(counts(model))) == counts(expected)
 
 
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="has no rows of gradients")
+def test_rows_of_embeddings_update_slices():
+    def train(shard_state):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Embedding(50, 6), keras.layers.Flatten(), keras.layers.Dense(1)]
+        wrapped = keras_dist.DistributedOptimizer(Adam(0.1), shard_state=shard_state)
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        model.compile(wrapped, "mse")
+        x = np.random.default_rng(keras_dist.rank()).integers(0, 50, (16, 3))
+        model.fit(x, x[:, 0], 4, verbose=0, shuffle=False, callbacks=keras_dist.callbacks())
+        return model
+
+    assert_same_bits(train(True).weights, train(False).weights)
+
+
 @pytest.mark.parametrize("writes", ["each rank", "a checkpoint of the root"])
 def test_a_saved_model_is_a_whole_file_from_which_training_continues(writes, shared_tmp_path):
     if writes == "each rank":  # the state is gathered
