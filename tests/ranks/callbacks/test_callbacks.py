@@ -103,11 +103,13 @@ def test_a_list_without_parameters_takes_part_in_a_loop(make, shared_tmp_path):
     def step():
         return model.train_on_batch(*make_data(4, seed=keras_dist.rank()), return_dict=True)
 
+    if make is distributed:  # the loop begins with a step that has been made before
+        step()
     path = shared_tmp_path / "model.keras"
     warmup = keras_dist.callbacks.LearningRateWarmupCallback(0.1, 1, steps_per_epoch=1)
     saving = keras_dist.callbacks.ModelCheckpoint(str(path))
     loop(model, step, keras_dist.callbacks.Throughput(), saving, warmup)
-    assert int(model.optimizer.iterations) == 2
+    assert int(model.optimizer.iterations) == (3 if make is distributed else 2)
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
     assert path.exists()
 

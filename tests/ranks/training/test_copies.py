@@ -109,6 +109,9 @@ def test_copies_reduce_with_the_same_options(way, tmp_path):
     assert copied.optimizer._keras_dist.options.scale_local is False
     if copied.optimizer is not model.optimizer:
         assert step(model) == pytest.approx(0.2 * n * n)
+    if way == "from_config":  # in turns
+        for each in (copied, model):
+            assert step(each) == pytest.approx(0.2 * n * n * (2 - 0.2 * n))
 
 
 def inside(make):

@@ -45,6 +45,7 @@ def test_every_difference_is_named_with_its_own_ranks():
     named = f"{first.path} (ranks {size - 1}); {last.path} (ranks {others}); "
     assert f"Received: differences from rank 0 in {named}" in str(caught.value)
     assert f"iteration (ranks {others}). " in str(caught.value)
+    assert str(caught.value).count("(ranks") == 3
 
 
 @on_several
