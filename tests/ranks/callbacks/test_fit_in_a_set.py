@@ -73,6 +73,9 @@ def test_each_set_trains_like_one_process(trial):
     assert history.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-4)
+    callbacks = keras_dist.callbacks(process_set=trial)
+    found = model.evaluate(*own, batch_size=BATCH, verbose=0, callbacks=callbacks)
+    np.testing.assert_allclose(found, alone.evaluate(*whole, verbose=0), rtol=1e-4)
     assert keras_dist.allgather_object(1) == [1] * keras_dist.size()
     shard = keras_dist.data.shard(whole, BATCH, shuffle=False, process_set=trial)
     model = model_of(trial, metrics=["accuracy"])

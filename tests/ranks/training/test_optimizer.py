@@ -116,7 +116,7 @@ def test_weights_equal_those_of_one_process(name):
 
 @pytest.mark.jobs("tensorflow-1", "tensorflow-3")
 @pytest.mark.parity("the same with `{options}`")
-@pytest.mark.parametrize("options", [{"steps_per_execution": 4}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize("options", [{"steps_per_execution": 2}, {"run_eagerly": True}], ids=str)
 def test_compile_options_give_the_same_weights(options):
     if BACKEND == "torch" and options != {"run_eagerly": True}:
         pytest.skip("Keras on torch has no steps_per_execution")
