@@ -35,6 +35,13 @@ def reduced_with_gradient(
     return differentiable(reduce, back, gradients)
 
 
+def guarded(reduction: GradientReduction, rows: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns reduced rows; in a graph, a tape that would take them for constants raises."""
+    if reduction.communicator() is None or tf.executing_eagerly():
+        return rows
+    return tf.IndexedSlices(_without_gradient(rows.values), rows.indices, rows.dense_shape)
+
+
 def _without_gradient(tensor: Any) -> Any:
     """Raises an error where a tape outside of the function would take the result for a constant."""
     message = errors.explain(

@@ -20,7 +20,7 @@ from keras_dist.ops.reduce_op import Average, ReduceOp
 from keras_dist.ops.reduction_options import ReductionOptions, parse_layers, parse_reduction_options
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import operation
-from keras_dist.tensorflow.outer_tapes import reduced_with_gradient
+from keras_dist.tensorflow.outer_tapes import guarded, reduced_with_gradient
 from keras_dist.training import optimizer as optimizer_module
 from keras_dist.training.gradient_reduction import GradientReduction, mark_reduced
 from keras_dist.training.model_state import variable_name
@@ -238,6 +238,9 @@ class _DistributedTape:
 
         results = reduced_with_gradient(reduce, reduction, inputs)
         results = decompressed(compression, results, contexts)
+        for index, (gradient, source) in enumerate(zip(reduced, sources, strict=True)):
+            if isinstance(gradient, tf.IndexedSlices) and id(source) not in local:
+                reduced[index] = guarded(reduction, gradient)
         return mark_reduced(_replace_at(dense, results, reduced))
 
     def _check_local(self, sources: Sequence[Any]) -> None:

@@ -141,14 +141,18 @@ def test_a_tape_around_a_distributed_one_takes_the_second_gradient(graph, op):
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
-def test_a_tape_around_the_function_of_a_distributed_one_is_refused():
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_tape_around_the_function_of_a_distributed_one_is_refused(rows):
     _, _, sources = products()
 
     @tf.function
     def first():
         with tf.GradientTape() as inner:
-            value = (RANK + 1.0) * tf.reduce_sum(sources[0] ** 3)
-        return hvd.DistributedGradientTape(inner).gradient(value, sources[0])
+            value = tf.gather(sources[0], [0, 1]) if rows else sources[0]
+            value = (RANK + 1.0) * tf.reduce_sum(value**3)
+        gradient = hvd.DistributedGradientTape(inner).gradient(value, sources[0])
+        assert isinstance(gradient, tf.IndexedSlices) == rows
+        return gradient.values if rows else gradient
 
     np.testing.assert_allclose(first(), [3 * (MEAN + 1)] * 2)
     with tf.GradientTape(), pytest.raises(LookupError, match="a tape around a call"):
