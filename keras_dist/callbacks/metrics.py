@@ -52,6 +52,7 @@ class MetricAverageCallback(SessionCallback):
     """
 
     agrees_on = VALIDATION
+    evaluates_together = True
 
     def __init__(self, device: str = "", root_rank: int = 0):
         super().__init__()

@@ -125,7 +125,8 @@ def _running(task: str) -> Callable[..., Any]:
             FitSession(model, task) as session,
         ):
             session.callbacks = found
-            if task == "evaluate" and found and not epochs.fit_arguments():  # which has agreed
+            is_common = any(member.evaluates_together for member in found)
+            if task == "evaluate" and is_common and not epochs.fit_arguments():  # which has agreed
                 agree_on_evaluate(arguments)
             return method(model, *args, **kwargs)
 

@@ -21,6 +21,8 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
 
     #: arguments of `fit` that must be equal on all ranks, besides those of epochs
     agrees_on: tuple[str, ...] = ()
+    #: whether `evaluate` with it is one of all ranks
+    evaluates_together = False
     order = Order.AS_GIVEN
     #: the rank that acts for all, if there is one
     root_rank: Any = None
