@@ -89,8 +89,8 @@ class InOrder(Passes):
     def position(self, index: int) -> int:
         """Returns the number of the batch to return for a requested index."""
         index = range(len(self))[index]
-        # Requests of workers come in any order; `fit` with several ranks lets Keras keep the order.
-        if self._positions is None or self.workers > 1 or self.use_multiprocessing:
+        # Requests of workers come in any order; `fit` lets Keras keep that of the indices.
+        if self._positions is None or epochs.has_workers(self):
             return index
         with self._lock:
             return self._positions.setdefault(index, len(self._positions))

@@ -111,8 +111,13 @@ def steps_of(data: Any) -> tuple[Any, int | None]:
     """
     fit = _fits.get()
     trains = fit.arguments.get("x") is data and _engine.progress.progress().tasks[-1:] == ["fit"]
-    reads_on = trains and data.workers <= 1 and not data.use_multiprocessing
+    reads_on = trains and not has_workers(data)
     return fit, fit.arguments.get("steps_per_epoch") if reads_on else None
+
+
+def has_workers(data: Any) -> bool:
+    """Returns whether workers of Keras read the batches of a `PyDataset` in advance."""
+    return bool(data.workers > 1 or data.use_multiprocessing)
 
 
 def has_equal_batches(model: Any) -> bool:

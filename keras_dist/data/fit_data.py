@@ -111,11 +111,12 @@ def _rows(data: Any) -> int | None:
 def _has_workers(data: Any) -> bool:
     """Returns whether worker threads or processes request batches of a `PyDataset`.
 
-    Keras starts workers before a fit, so the first epoch has batches in the order at that time. For
-    data sets of `keras_dist.data`, Keras determines the order only with worker processes.
+    Keras starts workers before a fit, so the first epoch has batches in the order at that time.
+    Worker threads read a data set of `keras_dist.data` itself, worker processes a copy of it.
     """
-    several = data.workers > 1 and not epochs.is_sharded(data)
-    return bool(several or data.use_multiprocessing)
+    return bool(
+        epochs.has_workers(data) and (data.use_multiprocessing or not epochs.is_sharded(data))
+    )
 
 
 def _has_hooks(data: Any) -> bool:

@@ -17,6 +17,7 @@ from keras_dist import _engine, runtime
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import LOGS
 from keras_dist.data import epochs
+from keras_dist.data.array_dataset import InOrder
 from keras_dist.training import random_generators
 from keras_dist.training.agreement import agree_on_evaluate, agree_on_fit, flat, set_of, within_set
 from keras_dist.training.fit_session import (
@@ -93,26 +94,21 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         agreement = agree_on_fit(bound.arguments)
         # Other arguments are passed as given: other code may have wrapped `fit`.
         changed = {"callbacks": bound.arguments["callbacks"]}
-        if _is_read_ahead(bound.arguments["x"]):
+        data = bound.arguments["x"]
+        if isinstance(data, InOrder) and epochs.has_workers(data):
             changed["shuffle"] = False
         given = [
             changed.pop(name, value) for name, value in zip(bound.arguments, args, strict=False)
         ]
         is_passed = {*kwargs, "shuffle"} & set(bound.arguments)
         options = {**kwargs, **{name: changed[name] for name in is_passed & set(changed)}}
-        data = epochs.training_on(bound.arguments, *agreement)
+        training = epochs.training_on(bound.arguments, *agreement)
         try:
-            with FitSession(model), data, random_generators.separable():
+            with FitSession(model), training, random_generators.separable():
                 return fit(*given, **options)
         finally:
             if is_within:  # the outer fit goes on with its own step
                 model.train_function, model.__dict__[TRACED_FOR] = outer
-
-
-def _is_read_ahead(data: Any) -> bool:
-    """Returns whether workers of Keras read sharded data, in an order that the data cannot see."""
-    is_dataset = isinstance(data, keras.utils.PyDataset) and epochs.is_sharded(data)
-    return is_dataset and (data.workers > 1 or data.use_multiprocessing)
 
 
 def _running(task: str) -> Callable[..., Any]:
