@@ -144,6 +144,7 @@ TABLES = {
     "timeline": Table("timeline.py", "timeline_tensorflow_mpich", ("keras_dist/_engine/tracing",)),
     "fit-hosts-mlp": fit_hosts("mlp"),
     "fit-hosts-cnn": fit_hosts("cnn"),
+    "fit-hosts-recommender": fit_hosts("recommender"),
     "messages": Table(
         "messages.py",
         "messages",

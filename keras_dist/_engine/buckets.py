@@ -166,12 +166,13 @@ def plan_buckets(
     first_nbytes: int | None = None,
     groups: Sequence[Sequence[int]] = (),
     alone: bool = False,
+    tables: Sequence[int] = (),
 ) -> tuple[Bucket, ...]:
     """Distributes arrays, in their order, over buckets of one dtype; no array is cut.
 
     A bucket is closed at `bucket_nbytes`, the first one at `first_nbytes`. If `alone`, an array of
     `bucket_nbytes` or more has a bucket of its own: it is sent from where it lies, while several
-    arrays are copied together first. Offsets are multiples of 64 bytes.
+    arrays are copied together first. So has each of `tables`. Offsets are multiples of 64 bytes.
     """
     group_of = {index: number for number, group in enumerate(groups) for index in group}
     closed: list[Bucket] = []
@@ -179,7 +180,8 @@ def plan_buckets(
     for index, (shape, dtype) in enumerate(specs):
         key = group_of.get(index), dtype
         count = math.prod(shape)
-        if alone and index not in group_of and count * dtype.itemsize >= bucket_nbytes:
+        is_large = alone and index not in group_of and count * dtype.itemsize >= bucket_nbytes
+        if is_large or index in tables:
             closed.append(_close([Slot(index, tuple(shape), 0, count)], dtype))
             continue
         slots = open_slots.setdefault(key, [])

@@ -193,6 +193,7 @@ class BucketOptions:
     bucket_nbytes: int
     first_nbytes: int | None = None
     groups: Sequence[Sequence[int]] = ()
+    tables: Sequence[int] = ()  # arrays of which few rows may differ from zero, each in no group
     operation: str = "allreduce"
     remedy: str = CollectiveSignature.remedy
     lend: bool = False

@@ -1,5 +1,6 @@
 """Plans of gradient reductions: the assignment of gradients to buckets."""
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ ONE_BUCKET_NBYTES = 2**62  # for all gradients
 OVERLAPPED_BUCKET_NBYTES = 4 * 2**20
 # The first bucket is small: its reduction starts when the first gradients are ready.
 FIRST_NBYTES = 2**20
+# A smaller table is faster reduced whole, with others.
+LEAST_TABLE_NBYTES = 2**20
 SAME_MODEL = "Build the same model, with the same optimizer, on every rank."
 
 
@@ -34,8 +37,9 @@ class GradientPlans:
         keys: Sequence[Hashable],
         brought: _engine.GradientSet | None = None,
         at_once: bool = False,
+        embeddings: Sequence[int] = (),
     ) -> _engine.FusedAllreduce:
-        """Returns the plan for some gradients.
+        """Returns the plan for some gradients, of which those of `embeddings` may have few rows.
 
         A key tells a variable apart on this rank; that of an array that is no gradient is `None`.
         Ranks that differ in what is `brought` may adapt.
@@ -69,6 +73,7 @@ class GradientPlans:
                 bucket_nbytes(overlapping, by_nccl),
                 first_nbytes=FIRST_NBYTES if overlapping or not by_nccl else None,
                 groups=groups,
+                tables=() if by_nccl else self._tables(comm, op, specs, groups, embeddings),
                 operation=what,
                 remedy=SAME_MODEL,
                 lend=True,
@@ -84,6 +89,27 @@ class GradientPlans:
                     comm, names, specs, options, how, compression, keys, self.feedback
                 )
         return self._plans[key]
+
+    def _tables(
+        self,
+        comm: _engine.Communicator,
+        op: _engine.ReduceOp,
+        specs: Sequence[tuple[tuple[int, ...], np.dtype]],
+        groups: Sequence[Sequence[int]],
+        embeddings: Sequence[int],
+    ) -> list[int]:
+        """Returns the gradients that are reduced by their rows, where these are few."""
+        adds = op in (_engine.ReduceOp.SUM, _engine.ReduceOp.AVERAGE)
+        # To look for rows takes as long as to reduce in the memory of one host.
+        if comm.is_one_node or not adds or self._options.gradient_compression is not None:
+            return []
+        grouped = {index for group in groups for index in group}
+        return [
+            index
+            for index in embeddings
+            if index not in grouped
+            and math.prod(specs[index][0]) * specs[index][1].itemsize >= LEAST_TABLE_NBYTES
+        ]
 
 
 def bucket_nbytes(overlaps: bool = False, by_nccl: bool = False) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_dist import _backends, _engine, errors, runtime
-from keras_dist._compat.keras.optimizer_state import is_overwritten
+from keras_dist._compat.keras.optimizer_state import is_embedding, is_overwritten
 from keras_dist.ops.gradient_plans import SAME_MODEL, GradientPlans
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import ProcessSet
@@ -255,7 +255,8 @@ class GradientReduction:
         if self.stands_for is not None:
             keys = list(map(self.stands_for.get, keys))
         groups = self.options.grouped([variables[position] for position in positions])
-        return self._plans(comm, names, specs, groups, keys, self._brought, at_once)
+        tables = [at for at, position in enumerate(positions) if is_embedding(variables[position])]
+        return self._plans(comm, names, specs, groups, keys, self._brought, at_once, tables)
 
 
 def _reduce_slices(

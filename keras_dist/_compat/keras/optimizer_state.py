@@ -57,6 +57,11 @@ def is_overwritten(variable: Any) -> bool:
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
+def is_embedding(variable: Any) -> bool:
+    """Returns whether a variable is the table of a `keras.layers.Embedding`, by its name."""
+    return getattr(variable, "name", None) == "embeddings" and len(variable.shape) == 2
+
+
 class DecayHook:
     """A mixin in front of an optimizer's class whose update includes the weight decay."""
 

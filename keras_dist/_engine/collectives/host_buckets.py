@@ -22,6 +22,7 @@ from keras_dist._engine.collectives.rendezvous import (
     rendezvous_for_payload,
     slice_error,
 )
+from keras_dist._engine.collectives.tables import Table
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
 from keras_dist._engine.mpi.peers import Payload
@@ -58,8 +59,13 @@ class HostBuckets:
         self.comm = comm
         self.options, self._plan = options, plan
         self.buckets = plan_buckets(
-            specs, plan.bucket_nbytes, plan.first_nbytes, plan.groups, alone=plan.overlaps
+            specs, plan.bucket_nbytes, plan.first_nbytes, plan.groups, plan.overlaps, plan.tables
         )
+        by_slot = {bucket.slots[0].index: n for n, bucket in enumerate(self.buckets)}
+        # By number of the bucket.
+        self._tables = {
+            by_slot[table]: Table(self.buckets[by_slot[table]]) for table in plan.tables
+        }
         entries = entries_of(names, specs)
         self.call = whole or options.signature(
             plan.operation,
@@ -100,6 +106,8 @@ class HostBuckets:
 
     def release(self) -> None:
         self.memory.release()
+        for table in self._tables.values():
+            table.release()
 
     def reduce_on_host(
         self, number: int, arrays: Sequence[np.ndarray], lend: bool
@@ -126,6 +134,11 @@ class HostBuckets:
         with self.comm.lock:
             if self._changes != self.comm.faults.changes:
                 self._connect()
+            # Results are kept where ranks may die and others continue: whole ones, by reference.
+            if number in self._tables and self.comm.faults.retry is None:
+                reduced = self._reduce_table(number, arrays[0])
+                if reduced is not None:
+                    return reduced
             self._needs_no_mpi = self.comm.is_one_node and self.memory.is_ready(number)
             reduction = self.memory.reduction(number)
             given, widening = arrays, self.widening(number)
@@ -137,6 +150,20 @@ class HostBuckets:
                     reduction.publish(given)
             rendezvous(self.comm, self.calls[number], self._plan.counts_updates, payload)
             return self.finish(number, arrays, lend, reduction, payload)
+
+    def _reduce_table(self, number: int, array: np.ndarray) -> list[np.ndarray] | None:
+        """Reduces a table by its rows; returns `None` if these are too many, on all ranks."""
+        table, comm = self._tables[number], self.comm
+        rows = table.rows(array)
+        rendezvous(comm, self.calls[number], self._plan.counts_updates)
+        if comm.faults.joined is not None:
+            return self.finish(number, [array], False, None)
+        flat = table.reduce(comm, array, rows, self.options.op, self.postscale(comm.size))
+        if flat is None:
+            return None
+        if self._plan.counts_updates and number == 0:
+            comm.idle_memory.used(self)
+        return self.buckets[number].unpack(flat)
 
     def finish(
         self,

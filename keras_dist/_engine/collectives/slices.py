@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,32 +161,63 @@ def reduce_slices(
     mine: Any
     try:
         _check(comm, values, indices, op, name)
-        mine = _contribution(values, indices, op, adds_up=comm.size > 1)
+        mine = contribution(values, indices, op, adds_up=comm.size > 1)
     except errors.KerasDistError as error:
         mine = error
     failed = isinstance(mine, errors.KerasDistError)
     with comm.lock:
         call = options.signature("sparse_allreduce", entries=entries, spares=True)
         rendezvous(comm, call, notices)
-        places = None
+        # Gradients of several tables are held at the same time.
+        table = name if notices else None
         if comm.faults.joined is not None:
             parts = exchange_among(comm, mine if failed else (mine.array(), mine.numbers))
             rows, numbers = (np.concatenate(each) for each in zip(*parts, strict=True))
-            count = len(parts)
+            gathered = rows, numbers, None
+            sums, found = _sum(comm, gathered, op, values.dtype, len(parts), table)
         else:
             lengths = exchange_or_raise(comm, mine if failed else len(mine))
-            rows, numbers, places = exchange_rows_of_nodes(comm, mine, lengths)
-            count = comm.size
-        groups = RowGroups(numbers, places)
-        # Gradients of several tables are held at the same time.
-        table = name if notices else None
-        sums = comm.row_memory.result(table, (len(groups), rows.shape[1]), values.dtype)
-        with spans.phase("reduce"):
-            _reduce(groups, rows, sums, op, count)
-    return sums.reshape(len(groups), *values.shape[1:]), groups.indices
+            sums, found = sum_over_ranks(comm, mine, lengths, op, values.dtype, table)
+    return sums.reshape(len(found), *values.shape[1:]), found
 
 
-def _contribution(values: np.ndarray, indices: np.ndarray, op: ReduceOp, adds_up: bool) -> Rows:
+def sum_over_ranks(
+    comm: Communicator,
+    mine: Rows,
+    lengths: Sequence[int],
+    op: ReduceOp,
+    dtype: np.dtype,
+    table: str | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sums or averages the rows of all ranks. Collective: every rank, after a rendezvous; blocks.
+
+    Returns:
+        The sums, shape (number of indices, width), in memory of `table`, and their indices.
+    """
+    gathered = exchange_rows_of_nodes(comm, mine, lengths)
+    return _sum(comm, gathered, op, dtype, comm.size, table)
+
+
+def _sum(
+    comm: Communicator,
+    gathered: tuple[np.ndarray, np.ndarray, np.ndarray | None],
+    op: ReduceOp,
+    dtype: np.dtype,
+    count: int,
+    table: str | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    rows, numbers, places = gathered
+    groups = RowGroups(numbers, places)
+    sums = comm.row_memory.result(table, (len(groups), rows.shape[1]), dtype)
+    with spans.phase("reduce"):
+        _reduce(groups, rows, sums, op, count)
+    return sums, groups.indices
+
+
+def contribution(
+    values: np.ndarray, indices: np.ndarray, op: ReduceOp, adds_up: bool = True
+) -> Rows:
+    """Returns the rows of this rank, those of equal index added up, in the dtype of sums."""
     halved = needs_halves(values.dtype, op)
     dtype = values.dtype if halved else accumulator(values.dtype, op)
     width = math.prod(values.shape[1:])
