@@ -8,7 +8,7 @@ from keras_dist.monitor.timeline.summary import KINDS, Shares, Summary
 MOST_OPERATIONS = 20
 PHASES = {
     "wait": ("wait for ranks",),
-    "in": ("copy in",),
+    "in": ("copy in", "find rows"),
     "reduce": ("reduce", "wait for slices"),
     "send": ("cross-node", "reduce through MPI", "transfer"),
     "out": ("copy out",),
