@@ -93,7 +93,9 @@ JOBS = {
     "jax-1": Job(1, "jax"),
     "torch-1": Job(1, "torch"),
     # Custom loops of JAX work on each backend.
-    "tensorflow-2": Job(2, hidden="sklearn", short=f"(parity or exactness) and {NOT_SLOW}"),
+    "tensorflow-2": Job(
+        2, hidden="sklearn", short=f"(parity or exactness) and {NOT_SLOW} and not long"
+    ),
     "tensorflow-3": Job(3),
     # Four ranks: Adasum, disjoint process sets, and more orders of names. torch
     # traces nothing; its custom loops represent those of the other backends.

@@ -22,7 +22,7 @@ from keras_dist._engine.collectives.rendezvous import (
     rendezvous_for_payload,
     slice_error,
 )
-from keras_dist._engine.collectives.tables import Table
+from keras_dist._engine.collectives.tables import SparseTable
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
 from keras_dist._engine.mpi.peers import Payload
@@ -64,7 +64,7 @@ class HostBuckets:
         by_slot = {bucket.slots[0].index: n for n, bucket in enumerate(self.buckets)}
         # By number of the bucket.
         self._tables = {
-            by_slot[table]: Table(self.buckets[by_slot[table]]) for table in plan.tables
+            by_slot[table]: SparseTable(self.buckets[by_slot[table]]) for table in plan.tables
         }
         entries = entries_of(names, specs)
         self.call = whole or options.signature(

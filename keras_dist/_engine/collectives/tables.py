@@ -22,7 +22,7 @@ SAMPLED = 64  # rows that tell whether a table is full
 BLOCK_NBYTES = 512 * 1024  # looked at together; the cache of a core holds what was found
 
 
-class Table:
+class SparseTable:
     """A bucket of one large array, reduced by its rows where they are few."""
 
     def __init__(self, bucket: Bucket):

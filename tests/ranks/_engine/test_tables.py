@@ -8,7 +8,7 @@ from bits import equal_on_all
 import keras_dist
 from keras_dist import _engine, runtime
 from keras_dist._engine.arithmetic import ReduceOp
-from keras_dist._engine.collectives.tables import Table
+from keras_dist._engine.collectives.tables import SparseTable
 
 pytestmark = pytest.mark.jobs("nodes-2x2", "nodes-2+1", "nodes-4x1", "torch-2", "openmpi-3")
 
@@ -18,14 +18,14 @@ LENGTH = 4000
 @pytest.fixture
 def outcomes(monkeypatch):
     """Whether each reduction of a table was one of rows."""
-    found, reduce = [], Table.reduce
+    found, reduce = [], SparseTable.reduce
 
     def recorded(*arguments):
         result = reduce(*arguments)
         found.append(result is not None)
         return result
 
-    monkeypatch.setattr(Table, "reduce", recorded)
+    monkeypatch.setattr(SparseTable, "reduce", recorded)
     return found
 
 

@@ -62,6 +62,7 @@ def traced(*callbacks):
     return "".join(f"{line}\n" for line in trace.lines)
 
 
+@pytest.mark.long
 @pytest.mark.limit(300)
 @pytest.mark.parity("the hooks of a resumed fit are those of the batches that are left")
 def test_the_hooks_are_those_of_the_golden_file(shared_tmp_path):

@@ -200,6 +200,7 @@ def fit(model):
     return see.logs[-1]
 
 
+@pytest.mark.long
 @pytest.mark.parity("`fit`, `evaluate` and `predict` within `fit`")
 @pytest.mark.parametrize(("another", "uneven"), [(False, "continue"), (True, "stop")])
 def test_calls_within_fit_leave_its_logs_and_hooks(another, uneven):

@@ -155,6 +155,7 @@ def write(folder):
     keras_dist.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(keras_dist.size() != 2, reason="two ranks have written the files")
 @pytest.mark.parity("backups and checkpoints of earlier versions resume")
 def test_a_fit_goes_on_from_files_of_this_backend(unpacked, shared_tmp_path):

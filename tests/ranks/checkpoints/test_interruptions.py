@@ -263,6 +263,7 @@ def place(shared_tmp_path, monkeypatch):
 LIVES = {"the same ranks": RandomLife, "other numbers of ranks": ExactLife}
 
 
+@pytest.mark.long
 @pytest.mark.limit(600)
 @pytest.mark.parity("training interrupted again and again equals uninterrupted training: {ranks}")
 @pytest.mark.parametrize("ranks", LIVES)

@@ -274,6 +274,7 @@ def interrupt(model, directory, epoch, batch=None, **options):
     keras_dist.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`BackupAndRestore` with two optimizers, built at their first steps")
 def test_optimizers_that_are_not_built_when_training_resumes(directory):

@@ -463,6 +463,7 @@ def together(texts):
     return "\n".join(dict.fromkeys(texts))
 
 
+@pytest.mark.long
 @pytest.mark.limit(300)
 @pytest.mark.parity("the same texts of errors")
 def test_each_text_is_that_of_the_golden_file(shared_tmp_path):

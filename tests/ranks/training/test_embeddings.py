@@ -6,7 +6,7 @@ import pytest
 from small_training import BATCH, STEPS, assert_close, fit_rows, rows_of_rank, weights_of
 
 import keras_dist
-from keras_dist._engine.collectives.tables import Table
+from keras_dist._engine.collectives.tables import SparseTable
 
 pytestmark = pytest.mark.jobs("nodes-2x2", "nodes-2+1", "nodes-4x1")
 
@@ -33,14 +33,14 @@ def make(optimizer, ties=False):
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("optimizer", [adam, keras.optimizers.SGD])
 def test_rows_of_embeddings_train_as_the_whole_table(monkeypatch, optimizer, ties):
-    outcomes, reduce = [], Table.reduce
+    outcomes, reduce = [], SparseTable.reduce
 
     def recorded(*arguments):
         result = reduce(*arguments)
         outcomes.append(result is not None)
         return result
 
-    monkeypatch.setattr(Table, "reduce", recorded)
+    monkeypatch.setattr(SparseTable, "reduce", recorded)
     n, rng = keras_dist.size(), np.random.default_rng(0)
     x = rng.integers(0, WORDS, (STEPS * BATCH * n, 3))
     y = rng.standard_normal((len(x), 2)).astype(np.float32)

@@ -58,6 +58,7 @@ def bits(model):
     return [*everything_of(model), *(found[key].tobytes() for key in keys if key in found)]
 
 
+@pytest.mark.long
 @pytest.mark.parity(
     "gradients are compressed with error feedback: `powersgd`, `topk`, `int8`, `int4`"
 )

@@ -20,6 +20,7 @@ LENGTH = 4  # steps of a round
 CHOICES = [(2, 0), (3, 0), (1, 2), (2, 2), (3, 2), (2, 3)]
 
 
+@pytest.mark.long
 @pytest.mark.jobs("tensorflow-1", "torch-3")
 @pytest.mark.parity("local steps: rounds of fragments, also with late averages, equal numpy's")
 @pytest.mark.parametrize(("count", "delay"), CHOICES)

@@ -63,6 +63,13 @@ def test_large_arrays_may_have_buckets_of_their_own():
     assert places(plan_buckets(specs, 256, alone=True)) == [[1], [0, 2, 3], [4], [5]]
     assert places(plan_buckets(specs, 257, alone=True)) == [[0, 1], [4], [2, 3, 5]]
     assert places(plan_buckets(specs, 256, groups=[[1, 2]], alone=True)) == [[4], [0, 3, 5], [1, 2]]
+    assert places(plan_buckets(specs, 256, tables=[2, 3])) == [[0, 1], [2], [3], [4], [5]]
+    alone = [bucket for bucket in plan_buckets(specs, 256, alone=True) if len(bucket.slots) == 1]
+    assert [(bucket.slots[0].offset, bucket.count) for bucket in alone] == [
+        (0, 64),
+        (0, 200),
+        (0, 16),
+    ]
 
 
 def places(buckets):
@@ -167,6 +174,15 @@ def test_a_piece_is_a_range_of_the_buffer(bounds):
     got = piece.of(arrays, np.full(14, -1, "f4"))
     assert len(piece) == len(got) == high - low
     np.testing.assert_array_equal(got, THREE.pack(arrays)[low:high])
+
+
+def test_a_piece_may_have_several_gaps():
+    slots = (Slot(0, (2,), 0, 2), Slot(1, (3,), 5, 3), Slot(2, (1,), 10, 1), Slot(3, (2,), 14, 2))
+    bucket, arrays = Bucket(np.dtype("f4"), slots, 16), [np.ones(2), 2 * np.ones(3), [3], [4, 4]]
+    arrays = [np.asarray(array, "f4") for array in arrays]
+    for low, high in ((0, 16), (1, 13), (3, 12), (3, 9)):
+        got = BucketRange(bucket, low, high).of(arrays, np.full(16, -1, "f4"))
+        np.testing.assert_array_equal(got, bucket.pack(arrays)[low:high])
 
 
 def test_a_piece_knows_its_parts_of_arrays():
