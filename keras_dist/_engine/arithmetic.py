@@ -280,7 +280,7 @@ def silencer() -> Callable[..., None]:
     They are the caller's to judge, as they reach every rank alike. A context in which numpy is
     silent takes a tenth of the time of `numpy.errstate`. One thread at a time may call it.
     """
-    if _settings_are_of_a_context():
+    if int(np.__version__.partition(".")[0]) >= 2:  # its settings are those of a context
         context = contextvars.Context()
         context.run(np.seterr, all="ignore")
         return context.run
@@ -290,13 +290,3 @@ def silencer() -> Callable[..., None]:
             function(*arguments)
 
     return run
-
-
-@functools.cache
-def _settings_are_of_a_context() -> bool:
-    """Returns whether numpy's handling of errors is that of a context, as from numpy 2."""
-    before = np.geterr()
-    contextvars.Context().run(np.seterr, all="warn" if before["over"] == "ignore" else "ignore")
-    changed = np.geterr() != before
-    np.seterr(**before)
-    return not changed

@@ -1,5 +1,6 @@
 """The arithmetic of reductions, against numpy."""
 
+import contextvars
 import fractions
 
 import ml_dtypes
@@ -24,6 +25,7 @@ from keras_dist._engine.arithmetic import (
     reduce_into,
     reduce_rows,
     scaled,
+    silencer,
 )
 
 WIDE = {
@@ -256,3 +258,17 @@ def test_ops_have_names():
     for wrong in ("mean", None, 1):
         with pytest.raises(errors.ArgumentError, match=rf"max, product, adasum\. .*: {wrong!r}\."):
             parse_op(wrong)
+
+
+@pytest.mark.parametrize("version", [np.__version__, "1.26.4", "10.0.0"])
+@pytest.mark.parametrize("setting", ["raise", "ignore"])
+def test_numpy_does_not_warn_of_infinities_and_keeps_its_settings(monkeypatch, version, setting):
+    monkeypatch.setattr(np, "__version__", version)
+    with np.errstate(all=setting):
+        before = np.geterr()
+        silent = silencer()
+        out = np.array([3e38], np.float32)
+        silent(np.add, out, out, out)
+        assert out == np.inf and np.geterr() == before
+    uses_a_context = isinstance(getattr(silent, "__self__", None), contextvars.Context)
+    assert uses_a_context == (version != "1.26.4")
