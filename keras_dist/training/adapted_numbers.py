@@ -102,12 +102,13 @@ def _batches_of(layer: Any, data: Any) -> Iterator[np.ndarray]:
         return
     spec = getattr(data, "element_spec", None)
     inputs = spec[0] if isinstance(spec, tuple) else spec
-    is_sample = inputs is not None and len(inputs.shape) == 1  # of a dataset that is not batched
-    if isinstance(data, keras.utils.PyDataset):
-        data = (data[number] for number in range(len(data)))
-    for batch in data:
+    # Of a dataset that is not batched: vectors, or numbers, which only one mean for all takes.
+    ndim = None if inputs is None else len(inputs.shape)
+    is_sample = ndim == 1 or (ndim == 0 and not layer.axis)
+    is_indexed = isinstance(data, keras.utils.PyDataset)
+    for batch in map(data.__getitem__, range(len(data))) if is_indexed else data:
         array = as_numpy(batch[0] if isinstance(batch, tuple) else batch)
-        if array.ndim == 0:
+        if array.ndim == 0 and not is_sample:
             raise refused(layer, "batches of data", "a number")
         yield array[None] if is_sample else array
 

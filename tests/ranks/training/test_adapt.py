@@ -52,7 +52,20 @@ def batches(rows):
     return (rows[at : at + 5] for at in range(0, len(rows), 5))
 
 
+class Batches(keras.utils.PyDataset):
+    def __init__(self, rows):
+        super().__init__()
+        self.batches = list(batches(rows))
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, number):
+        return self.batches[number], np.zeros(len(self.batches[number]))
+
+
 KINDS = {
+    "PyDataset": Batches,
     "array": lambda rows: rows,
     "tensor": keras.ops.convert_to_tensor,
     "generator": batches,
@@ -73,6 +86,14 @@ def test_normalization_takes_what_its_adapt_takes(kind):
     np.testing.assert_allclose(mean.ravel(), rows.astype("float64").mean(0), rtol=1e-6)
     np.testing.assert_allclose(variance.ravel(), rows.astype("float64").var(0), rtol=1e-5)
     assert layer.get_build_config() == {"input_shape": (None, 3)}
+
+
+def test_one_mean_and_variance_of_a_data_set_of_numbers():
+    rows = numbers(23)
+    layer = layers.Normalization(axis=None)
+    keras_dist.adapt(layer, tf.data.Dataset.from_tensor_slices(share_of(rows)))
+    np.testing.assert_allclose(moments_of(layer)[0], rows.astype("float64").mean(), rtol=1e-6)
+    np.testing.assert_allclose(moments_of(layer)[1], rows.astype("float64").var(), rtol=1e-5)
 
 
 def test_a_layer_adapts_within_a_model_and_again():
