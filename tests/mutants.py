@@ -103,7 +103,7 @@ def copy_repository():
     sys.path.insert(0, str(COPY))
     # The backend with the fastest import: rates are set on the optimizers of any backend. Plugins
     # that the tests do not use are disabled.
-    os.environ.update(KERAS_BACKEND="numpy", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    os.environ.update(KERAS_BACKEND="jax", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
 
 
 def examine(module):

@@ -4,11 +4,15 @@ import dataclasses
 
 import pytest
 
+from keras_dist._engine.arithmetic import ReduceOp
+from keras_dist._engine.compression import Compression
 from keras_dist._engine.gradient_sets import GradientSet
 from keras_dist._engine.signature import (
+    BucketOptions,
     CollectiveSignature,
     Entry,
     JoinedRanks,
+    OpOptions,
     difference,
     entries_of,
 )
@@ -61,6 +65,8 @@ def with_entries(first=CALL.entries[0], second=CALL.entries[1], *more):
         ),
         (changed(bucket=1), "bucket None of {call}", "bucket 1"),
         (changed(piece=1), "piece None of {call}", "piece 1"),
+        (changed(launched=2), "allreduce('a', 'b') after 0 launches {first}", "2 launches"),
+        (changed(launched=-1), "allreduce('a', 'b') after 0 launches {first}", "-1 launches"),
         (
             changed(first=True),
             "allreduce('a', 'b') not for the first time {first}",
@@ -140,17 +146,27 @@ def test_a_signature_is_immutable():
         prescale=1.0,
         postscale=1.0,
         compression="none",
+        library="",
         buckets=(),
         bucket=None,
+        piece=None,
+        launched=0,
+        ahead=False,
         error=None,
         first=False,
         notice=None,
         refused=(),
         gradients=None,
         spares=False,
+        takes_named=True,
         remedy="Call the same operations in the same order on every rank.",
     )
-    for thing, field in ((plain, "op"), (CALL.entries[0], "name"), (JoinedRanks((), ()), "here")):
+    options, plan = OpOptions(), BucketOptions(8)
+    assert options == OpOptions(ReduceOp.AVERAGE, None, 1.0, 1.0, Compression.none, None)
+    ways = dict.fromkeys(("lend", "overlaps", "counts_updates", "divides", "pooled"), False)
+    assert plan == BucketOptions(8, None, (), (), "allreduce", plain.remedy, ranks=None, **ways)
+    things = {"op": plain, "name": CALL.entries[0], "here": JoinedRanks((), ()), "key": options}
+    for field, thing in {**things, "lend": plan}.items():
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, field, "other")
     assert JoinedRanks((1,), (0,)) == JoinedRanks((1,), (0,)) != JoinedRanks((1,), (2,))
@@ -169,6 +185,12 @@ def test_a_signature_is_immutable():
 def test_three_arrays_are_named(count, text):
     entries = entries_of(map(str, range(count)), [((), "i4")] * count)
     assert str(CollectiveSignature("allreduce", entries)) == text
+
+
+def test_a_launch_ahead_of_the_rendezvous_is_the_only_one():
+    ahead = changed(launched=5).launched_ahead
+    assert ahead == changed(launched=1, ahead=True)
+    assert ahead is not CALL.launched_ahead is CALL.launched_ahead
 
 
 def test_entries_are_made_of_names_shapes_and_dtypes():

@@ -139,6 +139,8 @@ def test_two_ranks_take_over_what_three_were_to_share():
     early = plan_samples(60, 3, 0, 2, "uneven").limited(4)  # 24 of 60 samples
     cut = plan_after_change(early, 60, 2, 1, "uneven")
     assert (cut.count, cut.steps, cut.sizes) == (12, 4, (3,) * 4)
+    odd = plan_after_change(plan_samples(60, 3, 0, 3, "uneven").limited(3), 60, 2, 0, "uneven")
+    assert (odd.count, odd.sizes) == (13, (4, 4, 5))  # of 27 samples
     dropped = plan_after_change(plan_samples(14, 3, 0, 2, "drop"), 14, 2, 0, "drop")
     assert (dropped.count, dropped.sizes) == (6, (3, 3))
 
