@@ -36,7 +36,8 @@ class OwnSteps:
             return True
         for variable, *values in zip(state_of_steps(self._model), *states, strict=False):
             is_float = keras.backend.is_float_dtype(variable.dtype)
-            variable.assign(np.mean(values, axis=0) if is_float else values[0])
+            wide = np.result_type(values[0], np.float32)  # a mean of bfloat16 adds up bfloat16
+            variable.assign(np.mean(values, axis=0, dtype=wide) if is_float else values[0])
         return True
 
     def _variables(self) -> list[Any]:
