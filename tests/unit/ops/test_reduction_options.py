@@ -125,6 +125,35 @@ def test_gradients_become_dense_on_request_and_under_adasum(op):
     assert ReductionOptions(op).dense is (op is ReduceOp.ADASUM)
 
 
+def test_ranks_of_each_step_with_and_without_local_steps():
+    job, node, local = keras_dist.ProcessSet([0, 1]), keras_dist.ProcessSet([0]), {"local_steps": 4}
+    each = ReductionOptions(process_set=job)
+    alone = ReductionOptions(process_set=job, **local, groups=2, passes=3)
+    within = ReductionOptions(process_set=job, **local, within=node)
+    assert [one.is_local for one in (each, alone, within)] == [False, True, False]
+    assert [one.each_step for one in (each, alone, within)] == [job, job, node]
+    rounds = dataclasses.replace(within, groups=2, passes=3).of_rounds()
+    assert vars(rounds) == {**DEFAULTS, "process_set": job}
+
+
+def test_a_compression_is_one_of_gradients_or_of_messages():
+    topk = Compression.topk(0.1)
+    each, local = ReductionOptions(compression=topk), {"local_steps": 4}
+    assert (each.gradient_compression, each.wire) == (topk, Compression.none)
+    assert ReductionOptions(compression=topk, **local).gradient_compression is None  # of rounds
+    narrow = ReductionOptions(compression=Compression.fp16)
+    assert (narrow.gradient_compression, narrow.wire) == (None, Compression.fp16)
+
+
+@pytest.mark.parametrize("wrong", ["op=Adasum", "shard_state=True"])
+def test_error_feedback_needs_sums_and_whole_states(parsed, monkeypatch, wrong):
+    monkeypatch.setattr(runtime, "size", lambda: 2)
+    options = {"op": "adasum"} if wrong == "op=Adasum" else {"shard_state": True}
+    with pytest.raises(errors.ArgumentError, match=f"Received: {wrong}"):
+        parsed(compression=Compression.topk(0.1), **options)
+    assert parsed(compression=Compression.topk(0.1)).compression == Compression.topk(0.1)
+
+
 def test_passes_are_summed_unless_averaged():
     factors = [
         ReductionOptions(passes=passes, averages=averages).factor
