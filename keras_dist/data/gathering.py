@@ -151,8 +151,7 @@ def in_turn(data: Any, batch_size: int | None, steps: int | None, rank: int, siz
     if is_a(data, "keras", "PyDataset") and data.num_batches is not None:
         mine = range(rank, min(data.num_batches, steps or data.num_batches), size)
         return Turns((_inputs(data[index]) for index in mine), len(mine))
-    elements = iter(data() if callable(data) and not hasattr(data, "__iter__") else data)
-    return Turns(map(_inputs, itertools.islice(elements, rank, steps, size)), None)
+    return Turns(map(_inputs, itertools.islice(data, rank, steps, size)), None)
 
 
 def _of_arrays(data: Any, batch_size: int, steps: int | None, rank: int, size: int) -> Turns:

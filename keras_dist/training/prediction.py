@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import errors, ops, runtime
+from keras_dist import _engine, errors, ops, runtime
 from keras_dist.data import epochs
 from keras_dist.data.gathering import Turns, gather, in_order, in_turn, indices_of
 from keras_dist.data.nested import is_tf_dataset
@@ -62,6 +62,9 @@ def predict(
     if epochs.is_sharded(data):
         indices_of(data)  # raises if the rows have no order
         return gather(model.predict(data, verbose=shown), data, root_only=root_only)
+    if callable(data) and not hasattr(data, "__iter__"):
+        with _engine.collectives.raise_on_all(comm, "predict"):
+            data = data()  # a tf.data.Dataset of a function is examined as one that is passed
     results: list[Any] = []
     failure = None
     try:

@@ -164,3 +164,20 @@ def test_wrong_numbers_of_rows_are_errors():
     if keras_dist.size() > 1:
         with pytest.raises(errors.DataError, match="rows on the ranks"):
             keras_dist.gather(np.arange(3 * keras_dist.rank() + 1))
+
+
+def test_a_pipeline_of_a_function_is_examined(model, shared_tmp_path):
+    def cached():
+        batches = tf.data.Dataset.from_tensor_slices(x).batch(BATCH)
+        return batches.cache(str(shared_tmp_path / "cache"))
+
+    expected = model.predict(x, verbose=0)
+    outputs = keras_dist.predict(model, cached, verbose=0)
+    np.testing.assert_allclose(outputs["sum"], expected["sum"], rtol=1e-5, atol=1e-6)
+
+    if keras_dist.size() > 1:
+        racing = tf.data.Dataset.from_tensor_slices(x).map(
+            lambda row: row, num_parallel_calls=2, deterministic=False
+        )
+        with pytest.raises(errors.DataError, match="the same order on all ranks"):
+            keras_dist.predict(model, lambda: racing.batch(BATCH), verbose=0)
