@@ -96,7 +96,7 @@ def _refuse(transformation: str) -> Callable[..., Any]:
             "[keras_dist.jax]",
             "a collective outside of jax.vmap, and differentiated in reverse mode if at all",
             transformation,
-            "Use jax.grad or jax.vjp with Average or Sum, and pass whole arrays.",
+            "Use jax.grad or jax.vjp, and pass whole arrays.",
         )
 
     return refuse
@@ -105,6 +105,6 @@ def _refuse(transformation: str) -> Callable[..., Any]:
 _lower_copying = mlir.lower_fun(_copying, multiple_results=True)
 _host_call.def_effectful_abstract_eval(_abstract)
 _host_call.def_impl(_run)
-ad.primitive_jvps[_host_call] = _refuse("a derivative in forward mode, or of another reduction")
+ad.primitive_jvps[_host_call] = _refuse("a derivative in forward mode")
 batching.primitive_batchers[_host_call] = _refuse("jax.vmap")
 mlir.register_lowering(_host_call, _lower)

@@ -18,8 +18,8 @@ outside waits for the programs that were started before it.
 
 As elsewhere in JAX, 64-bit arrays become 32-bit without `jax_enable_x64`. Calls of the host support
 neither forward-mode differentiation nor `vmap` nor `jax.checkpoint`, so collectives do not either:
-`jax.grad`, `jax.vjp`, `jax.lax.scan` and `jax.lax.cond` work; `jax.jvp`, `jax.jacrev` and
-`jax.hessian` do not.
+`jax.grad`, also of a gradient, `jax.vjp`, `jax.lax.scan` and `jax.lax.cond` work; `jax.jvp`,
+`jax.jacrev` and `jax.hessian` do not.
 """
 
 from keras_dist import _backends

@@ -15,11 +15,19 @@ _engine.set_completion(backend.finish_calls)  # as `init` does, which may have b
 
 
 def differentiable(run: Callable[[Any], Any], back: Callable[[Any], Any], given: Any) -> Any:
-    """Runs a function of arrays whose gradient is another one, of the gradients of its results."""
+    """Runs a function of arrays whose gradient is another one, of the gradients of its results.
+
+    The gradient has a gradient of its own if `back` calls this function.
+    """
     if not _is_traced(jax.tree.leaves(given)):
         return run(given)  # no gradient is needed, and `custom_vjp` takes time
     function = jax.custom_vjp(run)
-    function.defvjp(lambda given: (run(given), None), lambda _, gradients: (back(gradients),))
+
+    def forward(given: Any) -> tuple[Any, None]:
+        # Not `run` itself: where gradients of gradients are taken, the arrays are traced here too.
+        return differentiable(run, back, given), None
+
+    function.defvjp(forward, lambda _, gradients: (back(gradients),))
     return function(given)
 
 

@@ -59,7 +59,16 @@ def grouped_allgather(
     def average(gradients: list[Any], own: list[int]) -> list[Any]:
         pairs = zip(own, gradients, strict=True)
         shapes = [(length, *gradient.shape[1:]) for length, gradient in pairs]
-        return host_callback(lambda g: own_rows(g, own, name, process_set), gradients, shapes)
+        gathered = [gradient.shape[0] for gradient in gradients]
+
+        def take(gradients: list[Any]) -> list[Any]:
+            return host_callback(lambda g: own_rows(g, own, name, process_set), gradients, shapes)
+
+        def spread(gradients: list[Any]) -> list[Any]:
+            joined = grouped_allgather(gradients, name, process_set, gathered)
+            return [rows / comm.size for rows in joined]
+
+        return differentiable(take, spread, gradients)
 
     return differentiable(run, lambda gradients: of_floats(average, gradients, own), given)
 
@@ -104,12 +113,19 @@ def alltoall(
         rows, received = exchange(given, splits)
         return rows if splits is None else (rows, received)
 
-    def back(gradient: Any) -> Any:
+    def send_back(gradient: Any) -> Any:
         if received is None:  # inside `jax.jit`, where equal numbers were sent
             return exchange(gradient, None)[0]
-        rows, _ = exchange(gradient if splits is None else gradient[0], received)
+        rows, _ = exchange(gradient, received)
         unsent = jax.numpy.zeros((shape[0] - len(rows), *rows.shape[1:]), rows.dtype)
         return jax.numpy.concatenate([rows, unsent])
+
+    def send_again(gradient: Any) -> Any:
+        sent = alltoall(gradient, splits, name, process_set)
+        return sent if splits is None else sent[0]
+
+    def back(gradient: Any) -> Any:
+        return differentiable(send_back, send_again, gradient if splits is None else gradient[0])
 
     return differentiable(run, back, given)
 
@@ -129,12 +145,19 @@ def broadcast(
 
         return host_callback(send, [given], [given.shape])[0]
 
-    def back(gradient: Any) -> Any:
-        def average(arrays: list[Any]) -> list[Any]:
+    def average(gradient: Any) -> Any:
+        def reduce(arrays: list[Any]) -> list[Any]:
             return [ops.allreduce(arrays[0], name=name, process_set=process_set)]
 
-        averaged = host_callback(average, [gradient], [gradient.shape])[0]
+        averaged = host_callback(reduce, [gradient], [gradient.shape])[0]
         return averaged if runtime.rank() == root_rank else jax.numpy.zeros_like(averaged)
+
+    def spread(gradient: Any) -> Any:
+        sent = broadcast(gradient, root_rank, name, process_set)
+        return sent / runtime.communicator(process_set).size
+
+    def back(gradient: Any) -> Any:
+        return differentiable(average, spread, gradient)
 
     return differentiable(run, back, jax.numpy.asarray(array))
 

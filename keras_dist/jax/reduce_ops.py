@@ -69,11 +69,14 @@ def grouped_allreduce(
         into = reduction.allreduce_into if len(given) == 1 else None
         return host_callback(reduction.allreduce, given, shapes, into)
 
-    given = list(map(jax.numpy.asarray, arrays))
-    if not reduction.is_differentiable:
-        return run(given)
+    def back(gradients: list[Any]) -> list[Any]:
+        reduction.check_differentiable()
+        return reduce(gradients)
 
-    return differentiable(run, functools.partial(of_floats, run), given)
+    def reduce(given: list[Any]) -> list[Any]:
+        return differentiable(run, functools.partial(of_floats, back), given)
+
+    return reduce(list(map(jax.numpy.asarray, arrays)))
 
 
 @face(ops.reducescatter)

@@ -78,7 +78,7 @@ class Reduction:
                 runtime.where(),
                 "op to be Average or Sum in an allreduce that is differentiated",
                 str(self.op),
-                "Detach the tensor (tf.stop_gradient in TensorFlow) if it needs no gradient.",
+                "Detach the tensor (stop_gradient in TensorFlow and JAX) if it needs no gradient.",
             )
 
     @property

@@ -325,8 +325,6 @@ def test_a_gradient_is_that_of_the_sum_of_the_losses_of_all_ranks(name, form, pr
 @differentiated
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_gradient_is_that_of_the_gradient(name, form, process_set):
-    if not hasattr(face, "second_gradient"):
-        pytest.skip("refused in words")
     members, single = list(process_set.ranks), name.removeprefix("grouped_")
     share = 1 / len(members) if single in ("allgather", "broadcast") else 1  # as in Horovod
     linear = [one for one in CASES[single] if one.is_linear() and one.works(form, members)]

@@ -185,6 +185,16 @@ def test_a_transformation_without_meaning_is_explained():
     assert hvd.average_gradients is hvd.pmean
 
 
+def test_a_maximum_may_be_left_out_of_a_gradient(compiled):
+    def loss_of(x):  # the logarithm of a sum of exponentials over all ranks
+        largest = jax.lax.stop_gradient(hvd.allreduce(x.max(), "max"))
+        return jnp.log(hvd.allreduce(jnp.exp(x - largest).sum(), "sum")) + largest
+
+    x, size = jnp.log(jnp.arange(1.0, 4.0)) + 90 * hvd.rank(), hvd.size()
+    shares = np.arange(1, 4) / 6 if hvd.rank() == size - 1 else np.zeros(3)
+    np.testing.assert_allclose(compiled(jax.grad(loss_of))(x), size * shares, rtol=1e-5, atol=1e-30)
+
+
 def test_a_program_that_is_not_compiled_reduces():
     traced = jax.make_jaxpr(hvd.allreduce)(jnp.ones(3))
     [found] = jax.extend.core.jaxpr_as_fun(traced)(jnp.full(3, float(hvd.rank())))
