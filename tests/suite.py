@@ -103,6 +103,7 @@ JOBS = {
     "nodes-2x2": nodes(4, 2),
     "nodes-2+1": nodes(3, 2),
     "nodes-4x1": nodes(4, 4),
+    "nodes-torch-2": dataclasses.replace(nodes(2, 2), backend="torch", recorded=False),
     "jax-2": Job(2, "jax", short=f"exactness and {NOT_SLOW}"),
     "jax-3": Job(3, "jax", variables=OPTIMIZED),
     "torch-2": Job(2, "torch", short=NOT_SLOW),

@@ -51,6 +51,7 @@ class HostPieces:
             bucket_nbytes=1,
             first_nbytes=None,
             groups=(),
+            tables=(),
             overlaps=False,
             counts_updates=plan.counts_updates and number == 0,
             ranks=None,

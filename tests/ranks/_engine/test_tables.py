@@ -75,15 +75,16 @@ def test_few_rows_give_the_table_of_a_dense_reduction(outcomes, dtype, width, op
     assert outcomes == [True] * 3
 
 
-def test_factors_apply_to_rows():
+def test_factors_apply_to_rows(outcomes):
     fused = reduction((LENGTH, 8), np.float32, prescale=0.5, postscale=4.0)
     total = sum(gradient(rank, (LENGTH, 8), np.float32) for rank in range(keras_dist.size()))
     np.testing.assert_array_equal(
         both(fused, gradient(keras_dist.rank(), (LENGTH, 8), np.float32)), 2 * total
     )
+    assert outcomes == [True]
 
 
-def test_a_result_that_a_framework_writes_to_is_not_in_the_next():
+def test_a_result_that_a_framework_writes_to_is_not_in_the_next(outcomes):
     fused = reduction((LENGTH, 8), np.float32)
     for step in range(3):
         found = both(fused, gradient(step, (LENGTH, 8), np.float32))
@@ -92,6 +93,7 @@ def test_a_result_that_a_framework_writes_to_is_not_in_the_next():
         )
         found += 1
         del found
+    assert outcomes == [True] * 3
 
 
 @pytest.mark.parametrize("width", [1, 64])
@@ -99,6 +101,8 @@ def test_nan_and_negative_zero_are_rows_of_their_own(outcomes, width):
     mine = np.zeros((LENGTH, width), np.float32)
     if keras_dist.rank() == 1:
         mine[7, -1], mine[9, -1], mine[-1, 0] = np.nan, np.inf, -0.0
+        [table] = reduction(mine.shape, np.float32)._tables.values()
+        np.testing.assert_array_equal(table.rows(mine), [7, 9, LENGTH - 1])
     found = both(reduction(mine.shape, np.float32), mine)
     assert np.isnan(found[7, -1]) and found[9, -1] == np.inf
     assert np.count_nonzero(found) == 2
@@ -120,7 +124,7 @@ def test_many_rows_are_reduced_whole_on_all_ranks(outcomes, full):
     assert size > 1
 
 
-def test_ranks_that_have_joined_bring_no_rows():
+def test_ranks_that_have_joined_bring_no_rows(outcomes):
     rank, size, shape = keras_dist.rank(), keras_dist.size(), (LENGTH, 8)
     fused = reduction(shape, np.float32)
     if rank > 0:
@@ -128,3 +132,4 @@ def test_ranks_that_have_joined_bring_no_rows():
         total = sum(gradient(other, shape, np.float32) for other in range(1, size))
         np.testing.assert_array_equal(found, total)
     keras_dist.join()
+    assert not outcomes  # the others reduce the whole table

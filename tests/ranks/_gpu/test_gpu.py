@@ -220,6 +220,17 @@ def test_gradients_that_a_rank_lacks_after_a_bucket_was_reduced_in_pieces(
             assert (found.finish(0) == comm.size * (number + 1)).all()
 
 
+def test_a_table_in_gpu_memory_is_reduced_whole(pieces):
+    comm, table = runtime.communicator(), np.zeros((90, 4), "float32")
+    table[7] = comm.rank + 1
+    arrays, names = [*np.ones((5, 3), "float32"), table], list("abcdef")
+    specs = [(array.shape, array.dtype) for array in arrays]
+    options, plan = _engine.OpOptions(SUM), _engine.BucketOptions(2**20, tables=[5])
+    fused = _engine.FusedAllreduce(comm, names, specs, options, plan)
+    found = values(fused([on_gpu(array) for array in arrays]))  # the table in four pieces
+    assert_same((found, C.allreduce(comm, arrays, names, options, 2**20)))
+
+
 def test_arrays_of_other_shapes_differ_in_pieces_too(pieces):
     comm = runtime.communicator()
     shape = (100, 3) if comm.rank == 0 else (3, 100)

@@ -8,7 +8,7 @@ from small_training import BATCH, STEPS, assert_close, fit_rows, rows_of_rank, w
 import keras_dist
 from keras_dist._engine.collectives.tables import SparseTable
 
-pytestmark = pytest.mark.jobs("nodes-2x2", "nodes-2+1", "nodes-4x1")
+pytestmark = pytest.mark.jobs("nodes-2x2", "nodes-2+1", "nodes-4x1", "nodes-torch-2")
 
 WORDS = 20_000
 

@@ -263,6 +263,8 @@ def test_ops_have_names():
 @pytest.mark.parametrize("version", [np.__version__, "1.26.4", "10.0.0"])
 @pytest.mark.parametrize("setting", ["raise", "ignore"])
 def test_numpy_does_not_warn_of_infinities_and_keeps_its_settings(monkeypatch, version, setting):
+    if np.__version__.startswith("1.") and not version.startswith("1."):
+        pytest.skip("the settings of numpy 1 are not those of a context")
     monkeypatch.setattr(np, "__version__", version)
     with np.errstate(all=setting):
         before = np.geterr()
@@ -271,4 +273,4 @@ def test_numpy_does_not_warn_of_infinities_and_keeps_its_settings(monkeypatch, v
         silent(np.add, out, out, out)
         assert out == np.inf and np.geterr() == before
     uses_a_context = isinstance(getattr(silent, "__self__", None), contextvars.Context)
-    assert uses_a_context == (version != "1.26.4")
+    assert uses_a_context != version.startswith("1.")
