@@ -400,3 +400,19 @@ def shared_tmp_path():
     world.Barrier()
     if rank == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture
+def rows_travelled(monkeypatch):
+    """Whether each reduction of a table was one of rows."""
+    from keras_dist._engine.collectives.tables import SparseTable
+
+    found, reduce = [], SparseTable.reduce
+
+    def recorded(*arguments):
+        result = reduce(*arguments)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(SparseTable, "reduce", recorded)
+    return found

@@ -78,7 +78,9 @@ class CrossNodeReduction:
     ):
         self._comm, self._op = comm, op
         self._compression = compression
-        self._library = comm.mpi if comm.reduction == "library" else None
+        # Extremes of MPICH and Open MPI may lose a NaN, and differ between ranks.
+        by_library = comm.reduction == "library" and op not in (ReduceOp.MIN, ReduceOp.MAX)
+        self._library = comm.mpi if by_library else None
         self._wires: dict[int, Wire] = {}
         self._legs: dict[int, Legs | None] = {}
         #: the reduction on each node: an average over several nodes is a sum, divided at the end

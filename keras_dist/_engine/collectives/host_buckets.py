@@ -134,7 +134,7 @@ class HostBuckets:
         with self.comm.lock:
             if self._changes != self.comm.faults.changes:
                 self._connect()
-            # Results are kept where ranks may die and others continue: whole ones, by reference.
+            # Where others continue without a rank that dies, they keep a copy of each such result.
             if number in self._tables and self.comm.faults.retry is None:
                 reduced = self._reduce_table(number, arrays[0])
                 if reduced is not None:

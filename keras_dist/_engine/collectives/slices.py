@@ -214,9 +214,7 @@ def _sum(
     return sums, groups.indices
 
 
-def contribution(
-    values: np.ndarray, indices: np.ndarray, op: ReduceOp, adds_up: bool = True
-) -> Rows:
+def contribution(values: np.ndarray, indices: np.ndarray, op: ReduceOp, adds_up: bool) -> Rows:
     """Returns the rows of this rank, those of equal index added up, in the dtype of sums."""
     halved = needs_halves(values.dtype, op)
     dtype = values.dtype if halved else accumulator(values.dtype, op)

@@ -42,8 +42,6 @@ CONTRIBUTION, RESULT = 3, 4  # MPI tags
 _MPI_OPS = {
     ReduceOp.AVERAGE: "SUM",
     ReduceOp.SUM: "SUM",
-    ReduceOp.MIN: "MIN",
-    ReduceOp.MAX: "MAX",
     ReduceOp.PRODUCT: "PROD",
 }
 

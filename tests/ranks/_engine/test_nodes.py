@@ -152,8 +152,22 @@ def test_the_library_reduces_between_nodes_on_request(monkeypatch, op, way):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         assert equal_on_all(found.tobytes())
         takes_part = comm.node is None or comm.topology.has_slice
-        assert bool(calls) == (dtype in (np.float32, np.float64) and takes_part)
+        is_sum = op not in ("min", "max") and dtype in (np.float32, np.float64)
+        assert bool(calls) == (is_sum and takes_part)
     comm.free()
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_a_nan_is_in_extremes_of_all_ranks_whatever_reduces_between_nodes(op):
+    mine = np.ones(50_000, np.float32)
+    mine[keras_dist.rank() :: 7] = np.nan
+    expected = np.arange(len(mine)) % 7 < keras_dist.size()
+    for way in ("ordered", "library"):
+        comm = _engine.Communicator(runtime.communicator().mpi, None, "copy", reduction=way)
+        options = _engine.OpOptions(_engine.parse_op(op))
+        [found] = _engine.collectives.allreduce(comm, [mine], ["x"], options, 2**23)
+        np.testing.assert_array_equal(np.isnan(found), expected)
+        comm.free()
 
 
 def test_gradients_are_compressed():
