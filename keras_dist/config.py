@@ -146,10 +146,10 @@ class Settings:
     reduction: str = _variable(
         _one_of("ordered", "library"),
         "ordered",
-        "Reduction between nodes of float32, float64 and complex arrays over 64 KiB. `ordered`: "
-        "the order of sums depends on the nodes only. `library`: `MPI_Allreduce`, whose order of "
-        "sums is its own: bits may differ between runs, and with the size, the number of ranks and "
-        "the settings of the library; MPI does not guarantee equal bits on all ranks.",
+        "Sums and products between nodes of float32, float64 and complex arrays over 64 KiB. "
+        "`ordered`: the order of sums depends on the nodes only. `library`: `MPI_Allreduce`, whose "
+        "order of sums is its own: bits may differ between runs, and with the size, the number of "
+        "ranks and the settings of the library; MPI does not guarantee equal bits on all ranks.",
         "ordered or library",
     )
     overlap: str = _variable(
