@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp, reducer, silencer
 from keras_dist._engine.collectives.cross_node import contribution
+from keras_dist._engine.collectives.differences import RepeatRendezvous
 from keras_dist._engine.collectives.fused import FusedAllreduce
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.rendezvous import (
@@ -69,11 +70,14 @@ def repeated(plan: FusedAllreduce, ordinary: Callable[[Any], Any]) -> Repeated |
             else:
                 published = publish(given)
                 payload = published if isinstance(published, Payload) else None
-                if meet(payload):
-                    return reduce(out, published)
-                arrays = (given,) if is_single else given
-                results = plan.finish(0, arrays, True, reduction, payload)
-                result = results[0] if is_single else results
+                try:
+                    if meet(payload):
+                        return reduce(out, published)
+                    arrays = (given,) if is_single else given
+                    results = plan.finish(0, arrays, True, reduction, payload)
+                    result = results[0] if is_single else results
+                except RepeatRendezvous:
+                    result = ordinary(given)
             if out is None:
                 return result
             np.copyto(out, result)

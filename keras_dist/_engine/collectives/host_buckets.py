@@ -145,10 +145,14 @@ class HostBuckets:
             if widening is not None and self.travels(number, reduction):
                 given = [widening.widen(arrays)]
             payload = self.payload(number, given, reduction)
-            if reduction is not None:
-                with spans.phase("copy in"):
-                    reduction.publish(given)
-            rendezvous(self.comm, self.calls[number], self._plan.counts_updates, payload)
+
+            def publish() -> None:
+                if reduction is not None:
+                    with spans.phase("copy in"):
+                        reduction.publish(given)
+
+            notices = self._plan.counts_updates
+            rendezvous(self.comm, self.calls[number], notices, payload, publish)
             return self.finish(number, arrays, lend, reduction, payload)
 
     def _reduce_table(self, number: int, array: np.ndarray) -> list[np.ndarray] | None:

@@ -40,17 +40,25 @@ def rendezvous(
     call: CollectiveSignature,
     notices: bool = False,
     payload: Payload | None = None,
+    publish: Callable[[], None] | None = None,
 ) -> None:
     """Waits for all ranks and checks that they call the same operation.
 
     Collective: every rank of `comm`; blocks. If some ranks have joined and the others agree,
     `comm.faults.joined` is set, and the operation runs without the ranks that have joined.
+
+    `publish` makes the contribution of this rank visible. It is called again before each repeated
+    rendezvous: ranks that run another operation first have published it to the same memory.
     """
     if comm.size == 1:
+        if publish is not None:
+            publish()
         return
     _of_thread.count += 1
     note(comm.ranks, call)
     while True:
+        if publish is not None:
+            publish()
         with contextlib.suppress(RepeatRendezvous):
             _rendezvous(comm, call, notices, payload)
             return
@@ -84,7 +92,8 @@ def repeated_rendezvous(
 
     The caller holds the lock, brings no notice and has refused no name. The function takes the
     payload, and returns whether all ranks brought the same digest; otherwise they have agreed to
-    continue, as after `rendezvous`.
+    continue, as after `rendezvous`. If it raises `RepeatRendezvous`, the caller publishes and meets
+    again.
     """
     ranks, digests, digest = comm.ranks, comm.digests, call.digest
     on_node = digests.on_node
@@ -98,10 +107,7 @@ def repeated_rendezvous(
             digests.count += 1
             same = on_node(digest)
         if not same:
-            try:
-                resolve_difference(comm, _with_failure(comm, call, payload))
-            except RepeatRendezvous:
-                rendezvous(comm, call, payload=payload)
+            resolve_difference(comm, _with_failure(comm, call, payload))
         return same
 
     return again

@@ -55,6 +55,23 @@ def test_training_goes_on_among_queued_and_named_operations():
     assert len(set(keras_dist.allgather_object(tuple(weights)))) == 1
 
 
+def test_an_operation_that_gives_way_leaves_those_of_other_ranks_as_they_are():
+    several()
+    first = RANK() == 0
+    # Both have the same shared memory, cut into other slices.
+    small, large = np.zeros(150_000, np.int16), np.full(40_001, RANK() + 1.0)
+    for step in range(4):  # repeated calls take a shorter path
+        keras_dist.barrier()
+        if first:
+            time.sleep(0.2)  # the others have published, and wait
+            queued = keras_dist.allreduce_async(small, "sum", f"small {step}")
+        result = keras_dist.allreduce(large, "sum")
+        if not first:
+            queued = keras_dist.allreduce_async(small, "sum", f"small {step}")
+        assert (result == SIZE() * (SIZE() + 1) / 2).all()
+        assert not keras_dist.synchronize(queued).any()
+
+
 def test_a_nested_collective_does_not_deadlock():
     class Value:
         """Calls a collective while it is converted to an array."""
