@@ -26,7 +26,9 @@ from keras_dist._backends.jax_devices import (
     place_of,
     to_jax,
 )
+from keras_dist._backends.jax_rows import rows_of_table, table_of
 from keras_dist._backends.jax_split import Traits, split_at
+from keras_dist._engine import TableRows
 from keras_dist._gpu import counts_host_memory
 
 
@@ -62,8 +64,11 @@ def _joined(bucket: Any, gradients: Sequence[Any]) -> Any:
 _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
 # Its parameters, beside the function of their arrays: one that queues it if it overlaps, whether it
-# takes arrays in GPU memory, the shapes of results unlike the arrays, and those of `Traits`.
-PARAMETERS = dict.fromkeys(["queue", "on_device", "shapes", "are_alike", "comes_early"])
+# takes arrays in GPU memory, the shapes of results unlike the arrays, those of `Traits`, and those
+# of `with_rows`.
+PARAMETERS = dict.fromkeys(
+    ["queue", "on_device", "shapes", "are_alike", "comes_early", "tables", "known"]
+)
 
 
 def _call(function: Any, now: Any, arrays: Sequence[Any], **parameters: Any) -> list[Any]:
@@ -72,7 +77,7 @@ def _call(function: Any, now: Any, arrays: Sequence[Any], **parameters: Any) -> 
 
 
 def _start(
-    now: Any, *gradients: Any, reduce: Any, queue: Any, on_device: bool, **_: Any
+    now: Any, *gradients: Any, reduce: Any, queue: Any, on_device: bool, known: Any, **_: Any
 ) -> Callable[[], list[Any]]:
     """Reduces arrays where they are, without copies of arguments and results."""
     # One that does not depend on the step, as that of a scalar weight that no loss uses, is a
@@ -81,9 +86,30 @@ def _start(
     if not now:
         return lambda: list(gradients)
     arrays = engine_arrays(gradients) if on_device else [np.asarray(g) for g in gradients]
-    wait = functools.partial(list, reduce(arrays)) if queue is None else queue(arrays).wait
     places = [place_of(gradient) for gradient in gradients]
-    return lambda: [to_jax(result, place) for result, place in zip(wait(), places, strict=True)]
+    if known is not None:
+        arrays, places = _with_tables(arrays, places, known)
+    wait = functools.partial(list, reduce(arrays)) if queue is None else queue(arrays).wait
+    return lambda: [
+        table_of(result, place) if isinstance(result, TableRows) else to_jax(result, place)
+        for result, place in zip(wait(), places, strict=True)
+    ]
+
+
+def _with_tables(
+    arrays: Sequence[np.ndarray], places: Sequence[Any], known: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns arrays and their places with the rows of a table as one, see `with_rows`."""
+    left = zip(arrays, places, strict=True)
+    tables: list[tuple[Any, Any]] = []
+    for shape in known:
+        array: Any
+        array, place = next(left)
+        if shape is not None:
+            values, place = next(left)
+            array = rows_of_table(array, values, shape)
+        tables.append((array, place))
+    return [array for array, _ in tables], [place for _, place in tables]
 
 
 def _traits(queue: Any, are_alike: bool, comes_early: bool, **_: Any) -> Traits:
@@ -158,7 +184,8 @@ class Jax(Backend):
             return []
         positions = range(len(gradients) - 1, -1, -1)
         on_gpu = self.gpu_number() is not None
-        fused = plan(positions, [(g.shape, np.dtype(g.dtype)) for g in backwards], at_once=on_gpu)
+        specs = [(g.shape, np.dtype(g.dtype)) for g in backwards]
+        fused = plan(positions, specs, at_once=on_gpu, knows_rows=when is None)
         now = np.bool_(True) if when is None else when
         # The programs of a GPU run while the host waits for a bucket; without a GPU, buckets are
         # queued.
@@ -167,7 +194,12 @@ class Jax(Backend):
             results = reduce_joined(fused, backwards, lambda f, a: call(f, now, a))
             return list(reversed(results))
         if not fused.overlaps:
-            return list(reversed(_call(fused, now, backwards)))
+            by_array = {
+                bucket.slots[0].index: fused.rows_of_tables(number)
+                for number, bucket in enumerate(fused.buckets)
+            }
+            tables = tuple(by_array.get(index, 0) for index in range(len(backwards)))
+            return list(reversed(_call(fused, now, backwards, tables=tables)))
         reduced: dict[int, Any] = {}
         for number, bucket in enumerate(fused.buckets):
             members = [slot.index for slot in bucket.slots]
@@ -176,6 +208,7 @@ class Jax(Backend):
                 now,
                 [backwards[index] for index in members],
                 queue=functools.partial(fused.queue_bucket, number),
+                tables=(fused.rows_of_tables(number), *[0] * (len(members) - 1)),
             )
             reduced.update(zip(members, results, strict=True))
         return [reduced[index] for index in positions]

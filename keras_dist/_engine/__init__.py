@@ -11,6 +11,7 @@ from keras_dist._engine.collectives.allgather import FusedAllgather
 from keras_dist._engine.collectives.compressed import CompressedAllreduce
 from keras_dist._engine.collectives.exchanges import Feedback
 from keras_dist._engine.collectives.fused import FusedAllreduce
+from keras_dist._engine.collectives.tables import TableRows
 from keras_dist._engine.communicator import Communicator, ranks_of, subset
 from keras_dist._engine.compression import (
     Compression,

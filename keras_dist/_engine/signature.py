@@ -194,6 +194,7 @@ class BucketOptions:
     first_nbytes: int | None = None
     groups: Sequence[Sequence[int]] = ()
     tables: Sequence[int] = ()  # arrays of which few rows may differ from zero, each in no group
+    finds_rows: bool = True  # of tables that are given whole
     operation: str = "allreduce"
     remedy: str = CollectiveSignature.remedy
     lend: bool = False

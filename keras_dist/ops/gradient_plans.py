@@ -37,6 +37,7 @@ class GradientPlans:
         keys: Sequence[Hashable],
         brought: _engine.GradientSet | None = None,
         at_once: bool = False,
+        knows_rows: bool = False,
         embeddings: Sequence[int] = (),
     ) -> _engine.FusedAllreduce:
         """Returns the plan for some gradients, of which those of `embeddings` may have few rows.
@@ -46,7 +47,8 @@ class GradientPlans:
         """
         compression = self._options.gradient_compression
         of = None if compression is None else tuple(keys)
-        key = (comm, tuple(names), tuple(specs), tuple(map(tuple, groups)), brought, of)
+        grouped = tuple(map(tuple, groups))
+        key = (comm, tuple(names), tuple(specs), grouped, brought, of, knows_rows)
         if key not in self._plans:
             # Plans for another communicator free their shared memory; graphs may still use theirs.
             olds = {old: plan for old, plan in self._plans.items() if old[0] is not comm}
@@ -68,12 +70,16 @@ class GradientPlans:
                 gradients=brought,
             )
             by_nccl = _engine.path_of(comm).uses_nccl
+            # To look for rows takes as long as to reduce in the memory of one host.
+            finds = not comm.is_one_node
+            by_rows = (knows_rows or finds) and not by_nccl
             overlapping = overlaps(comm) and compression is None and not (at_once and by_nccl)
             how = _engine.BucketOptions(
                 bucket_nbytes(overlapping, by_nccl),
                 first_nbytes=FIRST_NBYTES if overlapping or not by_nccl else None,
                 groups=groups,
-                tables=() if by_nccl else self._tables(comm, op, specs, groups, embeddings),
+                tables=self._tables(op, specs, groups, embeddings) if by_rows else (),
+                finds_rows=finds,
                 operation=what,
                 remedy=SAME_MODEL,
                 lend=True,
@@ -92,7 +98,6 @@ class GradientPlans:
 
     def _tables(
         self,
-        comm: _engine.Communicator,
         op: _engine.ReduceOp,
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         groups: Sequence[Sequence[int]],
@@ -100,8 +105,7 @@ class GradientPlans:
     ) -> list[int]:
         """Returns the gradients that are reduced by their rows, where these are few."""
         adds = op in (_engine.ReduceOp.SUM, _engine.ReduceOp.AVERAGE)
-        # To look for rows takes as long as to reduce in the memory of one host.
-        if comm.is_one_node or not adds or self._options.gradient_compression is not None:
+        if not adds or self._options.gradient_compression is not None:
             return []
         grouped = {index for group in groups for index in group}
         return [

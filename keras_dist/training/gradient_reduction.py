@@ -249,6 +249,7 @@ class GradientReduction:
         positions: Sequence[int],
         specs: Sequence[tuple[tuple[int, ...], np.dtype]],
         at_once: bool = False,
+        knows_rows: bool = False,
     ) -> _engine.FusedAllreduce:
         names = [_name(variables[position]) for position in positions]
         keys: list[Any] = [key_of(variables[position]) for position in positions]
@@ -256,7 +257,8 @@ class GradientReduction:
             keys = list(map(self.stands_for.get, keys))
         groups = self.options.grouped([variables[position] for position in positions])
         tables = [at for at, position in enumerate(positions) if is_embedding(variables[position])]
-        return self._plans(comm, names, specs, groups, keys, self._brought, at_once, tables)
+        brought = self._brought
+        return self._plans(comm, names, specs, groups, keys, brought, at_once, knows_rows, tables)
 
 
 def _reduce_slices(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from keras_dist._engine.collectives.rendezvous import (
     rendezvous_for_payload,
     slice_error,
 )
-from keras_dist._engine.collectives.tables import SparseTable
+from keras_dist._engine.collectives.tables import SparseTable, TableRows, most_rows
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import count_update
 from keras_dist._engine.mpi.peers import Payload
@@ -104,6 +105,15 @@ class HostBuckets:
         """Whether results may lie in memory that all ranks share."""
         return self.memory.lends
 
+    def rows_of_tables(self, number: int) -> int:
+        """Returns how many rows of a bucket may be given as `TableRows`; 0 if it is no table.
+
+        Its result then is `TableRows` as well, unless those of all ranks are too many.
+        """
+        if number not in self._tables:
+            return 0
+        return most_rows(self.buckets[number].slots[0].shape[0], self.comm.size)
+
     def release(self) -> None:
         self.memory.release()
         for table in self._tables.values():
@@ -130,7 +140,7 @@ class HostBuckets:
             names = [self.call.entries[slot.index].name for slot in self.buckets[number].slots]
             return adasum(self.comm, arrays, names, self.options, self._plan.counts_updates)
         if self.call.prescale != 1:
-            arrays = [scaled(array, self.call.prescale) for array in arrays]
+            arrays = [_scaled(array, self.call.prescale) for array in arrays]
         with self.comm.lock:
             if self._changes != self.comm.faults.changes:
                 self._connect()
@@ -139,6 +149,7 @@ class HostBuckets:
                 reduced = self._reduce_table(number, arrays[0])
                 if reduced is not None:
                     return reduced
+            arrays = [_dense(array) for array in arrays]
             self._needs_no_mpi = self.comm.is_one_node and self.memory.is_ready(number)
             reduction = self.memory.reduction(number)
             given, widening = arrays, self.widening(number)
@@ -155,19 +166,19 @@ class HostBuckets:
             rendezvous(self.comm, self.calls[number], notices, payload, publish)
             return self.finish(number, arrays, lend, reduction, payload)
 
-    def _reduce_table(self, number: int, array: np.ndarray) -> list[np.ndarray] | None:
+    def _reduce_table(self, number: int, given: np.ndarray | TableRows) -> list[Any] | None:
         """Reduces a table by its rows; returns `None` if these are too many, on all ranks."""
-        table, comm = self._tables[number], self.comm
-        rows = table.rows(array)
+        table, comm, is_known = self._tables[number], self.comm, isinstance(given, TableRows)
+        rows = table.rows(given, finds=self._plan.finds_rows)
         rendezvous(comm, self.calls[number], self._plan.counts_updates)
         if comm.faults.joined is not None:
-            return self.finish(number, [array], False, None)
-        flat = table.reduce(comm, array, rows, self.options.op, self.postscale(comm.size))
-        if flat is None:
+            return self.finish(number, [_dense(given)], False, None)
+        reduced = table.reduce(comm, rows, self.options.op, self.postscale(comm.size))
+        if reduced is None:
             return None
         if self._plan.counts_updates and number == 0:
             comm.idle_memory.used(self)
-        return self.buckets[number].unpack(flat)
+        return [reduced if is_known else table.whole(reduced)]
 
     def finish(
         self,
@@ -302,6 +313,14 @@ class HostBuckets:
         """Returns the last result of a bucket in memory no script can write, if it was lent."""
         flat = self._shared_result
         return None if flat is None else self.buckets[number].unpack(flat)
+
+
+def _scaled(given: Any, factor: float) -> Any:
+    return given.scaled(factor) if isinstance(given, TableRows) else scaled(given, factor)
+
+
+def _dense(given: Any) -> np.ndarray:
+    return given.dense() if isinstance(given, TableRows) else given
 
 
 def _calls_of_pieces(

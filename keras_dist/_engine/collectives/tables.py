@@ -3,9 +3,14 @@
 Keras on JAX and torch makes the gradient of an embedding dense: rows for what a batch looks up, and
 zeros. Only rows that are not zero travel, if all ranks together have few. That depends on the
 gradients of the step alone, so a resumed training decides as one that was never interrupted.
+
+A backend may know the rows, see `TableRows`. To look for them takes as long as to reduce a table in
+the memory of one host, so there only rows that are known travel.
 """
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,6 +27,40 @@ SAMPLED = 64  # rows that tell whether a table is full
 BLOCK_NBYTES = 512 * 1024  # looked at together; the cache of a core holds what was found
 
 
+def most_rows(length: int, ranks: int) -> int:
+    """Returns how many rows of a table each of some ranks may fill, if they are to travel."""
+    return length // (FEW * ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRows:
+    """A table by the rows that a step has filled. Those of equal index add up.
+
+    Args:
+        values: of the rows, shape (number of rows, width).
+        indices: of the rows within the table.
+        shape: of the table.
+    """
+
+    values: np.ndarray
+    indices: np.ndarray
+    shape: Sequence[int]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
+
+    def scaled(self, factor: float) -> "TableRows":
+        return dataclasses.replace(self, values=scaled(self.values, factor))
+
+    def dense(self) -> np.ndarray:
+        """Returns the table."""
+        rows = contribution(self.values, self.indices, ReduceOp.SUM, adds_up=True)
+        table = np.zeros(self.shape, self.dtype)
+        table.reshape(len(table), -1)[rows.numbers] = rows.array()
+        return table
+
+
 class SparseTable:
     """A bucket of one large array, reduced by its rows where they are few."""
 
@@ -35,40 +74,44 @@ class SparseTable:
         """Frees the memory of the result until the next reduction."""
         self._result = ResultMemory(self._bucket.count, self._bucket.dtype)
 
-    def rows(self, array: np.ndarray) -> np.ndarray | None:
-        """Returns the indices of the rows that are not zero; `None` if those of a rank are many."""
+    def rows(self, given: np.ndarray | TableRows, finds: bool = True) -> TableRows | None:
+        """Returns the rows that are not zero, `None` if they are many; or those given alone."""
         length, _ = self._shape
-        table, step = array.reshape(self._shape), -(-length // SAMPLED)
+        if isinstance(given, TableRows):
+            return given if FEW * len(given.indices) <= length else None
+        if not finds:
+            return None
+        table, step = given.reshape(self._shape), -(-length // SAMPLED)
         with spans.phase("find rows"):
             if FEW * len(_filled(table[::step])) * step > length:
                 return None
-            return _filled(table)
+            indices = _filled(table)
+        return TableRows(table[indices], indices, given.shape)
 
     def reduce(
-        self,
-        comm: Communicator,
-        array: np.ndarray,
-        indices: np.ndarray | None,
-        op: ReduceOp,
-        factor: float,
-    ) -> np.ndarray | None:
-        """Returns the reduced table, flat; `None` if rows of the ranks are too many.
+        self, comm: Communicator, rows: TableRows | None, op: ReduceOp, factor: float
+    ) -> TableRows | None:
+        """Returns the reduced rows, each once; `None` if rows of the ranks are too many.
 
         Collective: every rank, after a rendezvous; blocks.
         """
         length, _ = self._shape
+        mine = None if rows is None else contribution(rows.values, rows.indices, op, adds_up=True)
         lengths = np.empty(comm.size, np.int64)
         with blocked:
-            comm.world.Allgather(np.array([length if indices is None else len(indices)]), lengths)
-        if indices is None or FEW * int(lengths.sum()) > length:
+            comm.world.Allgather(np.array([length if mine is None else len(mine)]), lengths)
+        if mine is None or FEW * int(lengths.sum()) > length:
             return None
-        mine = contribution(array.reshape(self._shape)[indices], indices, op, adds_up=False)
         sums, places = sum_over_ranks(comm, mine, lengths.tolist(), op, self._bucket.dtype)
+        return TableRows(scaled(sums, factor), places, self._bucket.slots[0].shape)
+
+    def whole(self, rows: TableRows) -> np.ndarray:
+        """Returns a table of which these are the rows, each once."""
         # All of it: the memory was the result of another step, and is the framework's to write to.
-        result = self._result.take()
-        result.fill(0)
-        result.reshape(self._shape)[places] = scaled(sums, factor)
-        return result
+        table = self._result.take()
+        table.fill(0)
+        table.reshape(self._shape)[rows.indices] = rows.values
+        return table.reshape(rows.shape)
 
 
 def _filled(table: np.ndarray) -> np.ndarray:

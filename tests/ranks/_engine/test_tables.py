@@ -87,7 +87,7 @@ def test_nan_and_negative_zero_are_rows_of_their_own(rows_travelled, width):
     if keras_dist.rank() == 1:
         mine[7, -1], mine[9, -1], mine[-1, 0] = np.nan, np.inf, -0.0
         [table] = reduction(mine.shape, np.float32)._tables.values()
-        np.testing.assert_array_equal(table.rows(mine), [7, 9, LENGTH - 1])
+        np.testing.assert_array_equal(table.rows(mine).indices, [7, 9, LENGTH - 1])
     found = both(reduction(mine.shape, np.float32), mine)
     assert np.isnan(found[7, -1]) and found[9, -1] == np.inf
     assert np.count_nonzero(found) == 2
@@ -109,11 +109,37 @@ def test_many_rows_are_reduced_whole_on_all_ranks(rows_travelled, full):
     assert size > 1
 
 
+@pytest.mark.parametrize("knowing", ["all ranks", "one rank"])
+@pytest.mark.parametrize("rows", [40, LENGTH])
+def test_rows_that_are_known_are_those_of_the_table(rows_travelled, knowing, rows):
+    rank, shape = keras_dist.rank(), (LENGTH, 8)
+    rng = np.random.default_rng(rank)
+    indices = rng.integers(0, LENGTH, rows)
+    indices[:2] = 7  # equal ones add up
+    values = rng.integers(-8, 9, (rows, 8)).astype(np.float32)
+    known = _engine.TableRows(values, indices, shape)
+    mine = np.zeros(shape, np.float32)
+    np.add.at(mine, indices, values)
+    total = keras_dist.allreduce(mine, "average") * 6
+    is_known = knowing == "all ranks" or rank == 1
+    found = both(
+        reduction(shape, np.float32, ReduceOp.AVERAGE, prescale=2.0, postscale=3.0),
+        known if is_known else mine,
+    )
+    assert rows_travelled == [rows < LENGTH]
+    if rows < LENGTH and is_known:
+        found = found.dense()
+    np.testing.assert_allclose(found, total, rtol=1e-6)
+
+
 def test_ranks_that_have_joined_bring_no_rows(rows_travelled):
     rank, size, shape = keras_dist.rank(), keras_dist.size(), (LENGTH, 8)
     fused = reduction(shape, np.float32)
     if rank > 0:
-        found = both(fused, gradient(rank, shape, np.float32))
+        mine = gradient(rank, shape, np.float32)
+        if rank == 1:
+            mine = _engine.TableRows(mine, np.arange(LENGTH), shape)
+        found = both(fused, mine)
         total = sum(gradient(other, shape, np.float32) for other in range(1, size))
         np.testing.assert_array_equal(found, total)
     keras_dist.join()

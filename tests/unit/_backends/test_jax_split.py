@@ -11,8 +11,9 @@ from jax import numpy as jnp  # noqa: E402
 from jax.extend.core import Primitive  # noqa: E402
 from jax.interpreters import mlir  # noqa: E402
 
-from keras_dist._backends import jax_split  # noqa: E402
+from keras_dist._backends import jax_rows, jax_split  # noqa: E402
 from keras_dist._backends.jax_split import Traits, split_at  # noqa: E402
+from keras_dist._engine import TableRows  # noqa: E402
 
 double = Primitive("double")
 double.multiple_results = True
@@ -21,6 +22,9 @@ double.def_abstract_eval(lambda *arrays: list(arrays))
 mlir.register_lowering(
     double, mlir.lower_fun(lambda *arrays: [2 * array for array in arrays], multiple_results=True)
 )
+sent = Primitive("sent")  # whether to send, and arrays, of which rows may be known
+sent.multiple_results = True
+sent.def_abstract_eval(lambda now, *arrays, **_: list(arrays))
 
 
 def recording(seen):
@@ -273,3 +277,57 @@ def test_results_of_the_host_are_copied():
     result, _ = split_at(double, start, only_a_host_call)(*arguments())
     memory[...] = -1
     np.testing.assert_array_equal(result, np.arange(6.0).reshape(3, 2))
+
+
+def embedded(ids, how):
+    """Returns a loss of a table, in which rows are looked up in some way."""
+
+    def loss(table):
+        if how == "tied":
+            return (jnp.take(table, ids, axis=0) @ table.T).sum()
+        if how == "cast":
+            return jnp.sin(jnp.take(table.astype("bfloat16"), ids, axis=0)).sum().astype("float32")
+        if how == "regularized":
+            return jnp.sin(jnp.take(table, ids, axis=0)).sum() + (table**2).sum()
+        if how == "indexed":
+            return jnp.sin(table[ids]).sum()
+        return jnp.sin(jnp.take(table, ids, axis=0, mode=how)).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3)])
+@pytest.mark.parametrize(
+    ("how", "knows"),
+    [
+        ("fill", True),
+        ("wrap", True),
+        ("indexed", True),
+        ("clip", False),
+        ("cast", False),
+        ("tied", False),
+        ("regularized", False),
+    ],
+)
+def test_rows_of_a_table_are_known_where_nothing_is_added_to_them(how, knows, shape):
+    table = jnp.asarray(np.random.default_rng(0).standard_normal((40, 3)), "float32")
+    ids = np.random.default_rng(1).integers(-45, 45, shape)
+    seen = []
+
+    def start(now, *arrays, tables, known):
+        seen.append(known)
+        if known == (None,):
+            return lambda: arrays
+        rows = jax_rows.rows_of_table(*map(np.asarray, arrays), known[0])
+        once = np.flatnonzero(rows.dense().any(1))
+        found = TableRows(rows.dense()[once], once, rows.shape)
+        return lambda: [jax_rows.table_of(found, None)]
+
+    def step(table, ids):
+        gradient = jax.grad(embedded(ids, how))(table)
+        return gradient, sent.bind(True, gradient, tables=(20,), known=None)[0]
+
+    whole, found = split_at(sent, start, step)(table, ids)
+    np.testing.assert_allclose(found, whole, rtol=1e-6)
+    is_slice = how == "indexed" and not shape
+    assert seen == [((40, 3),) if knows and not is_slice else (None,)]
