@@ -91,12 +91,13 @@ class Backend(Protocol):
             plan: a function of the indices of the dense gradients, in the order in which
                 backpropagation produces them, of their (shape, dtype) pairs, and optionally of
                 `at_once`: whether they are all there before the first bucket is reduced, and
-                `knows_rows`: whether those of embeddings may be given as `TableRows`. It
+                `knows_rows`: whether those of embeddings may be given by their rows. It
                 returns a numpy function of all of them, with the attributes `buckets`,
                 `reduce_bucket(number, arrays)`, `reduce_buckets(parts)` (of all),
-                `queue_bucket(number, arrays)` (which does not block), `rows_of_tables(number)` (how
-                many rows may be given), `overlaps` (whether to queue buckets) and `weak()` (a
-                function that returns it, for graphs that outlive it).
+                `queue_bucket(number, arrays)` (which does not block), `overlaps` (whether to queue
+                buckets), `rows_of_tables(number)` (how many rows may be given), `by_rows(values,
+                indices, shape)` (what gives them) and `weak()` (a function that returns it, for
+                graphs that outlive it).
         """
 
     def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:

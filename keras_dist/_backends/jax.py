@@ -26,10 +26,9 @@ from keras_dist._backends.jax_devices import (
     place_of,
     to_jax,
 )
-from keras_dist._backends.jax_rows import rows_of_table, table_of
+from keras_dist._backends.jax_rows import known_rows, table_of
 from keras_dist._backends.jax_split import Traits, split_at
-from keras_dist._engine import TableRows
-from keras_dist._gpu import counts_host_memory
+from keras_dist._gpu import DeviceArray, counts_host_memory
 
 
 def reduce_joined(
@@ -64,10 +63,10 @@ def _joined(bucket: Any, gradients: Sequence[Any]) -> Any:
 _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
 # Its parameters, beside the function of their arrays: one that queues it if it overlaps, whether it
-# takes arrays in GPU memory, the shapes of results unlike the arrays, those of `Traits`, and those
-# of `with_rows`.
+# takes arrays in GPU memory, the shapes of results unlike the arrays, those of `Traits`, those of
+# `with_rows`, and what makes one value of the rows of a table.
 PARAMETERS = dict.fromkeys(
-    ["queue", "on_device", "shapes", "are_alike", "comes_early", "tables", "known"]
+    ["queue", "on_device", "shapes", "are_alike", "comes_early", "tables", "known", "by_rows"]
 )
 
 
@@ -77,7 +76,14 @@ def _call(function: Any, now: Any, arrays: Sequence[Any], **parameters: Any) -> 
 
 
 def _start(
-    now: Any, *gradients: Any, reduce: Any, queue: Any, on_device: bool, known: Any, **_: Any
+    now: Any,
+    *gradients: Any,
+    reduce: Any,
+    queue: Any,
+    on_device: bool,
+    known: Any,
+    by_rows: Any,
+    **_: Any,
 ) -> Callable[[], list[Any]]:
     """Reduces arrays where they are, without copies of arguments and results."""
     # One that does not depend on the step, as that of a scalar weight that no loss uses, is a
@@ -88,16 +94,20 @@ def _start(
     arrays = engine_arrays(gradients) if on_device else [np.asarray(g) for g in gradients]
     places = [place_of(gradient) for gradient in gradients]
     if known is not None:
-        arrays, places = _with_tables(arrays, places, known)
+        arrays, places = _with_tables(arrays, places, known, by_rows)
     wait = functools.partial(list, reduce(arrays)) if queue is None else queue(arrays).wait
     return lambda: [
-        table_of(result, place) if isinstance(result, TableRows) else to_jax(result, place)
+        table_of(result, place) if _is_by_rows(result) else to_jax(result, place)
         for result, place in zip(wait(), places, strict=True)
     ]
 
 
+def _is_by_rows(result: Any) -> bool:
+    return not isinstance(result, np.ndarray | DeviceArray)
+
+
 def _with_tables(
-    arrays: Sequence[np.ndarray], places: Sequence[Any], known: Sequence[Any]
+    arrays: Sequence[np.ndarray], places: Sequence[Any], known: Sequence[Any], by_rows: Any
 ) -> tuple[list[Any], list[Any]]:
     """Returns arrays and their places with the rows of a table as one, see `with_rows`."""
     left = zip(arrays, places, strict=True)
@@ -107,7 +117,7 @@ def _with_tables(
         array, place = next(left)
         if shape is not None:
             values, place = next(left)
-            array = rows_of_table(array, values, shape)
+            array = by_rows(*known_rows(array, values, shape[0]), shape)
         tables.append((array, place))
     return [array for array, _ in tables], [place for _, place in tables]
 
@@ -199,7 +209,9 @@ class Jax(Backend):
                 for number, bucket in enumerate(fused.buckets)
             }
             tables = tuple(by_array.get(index, 0) for index in range(len(backwards)))
-            return list(reversed(_call(fused, now, backwards, tables=tables)))
+            return list(
+                reversed(_call(fused, now, backwards, tables=tables, by_rows=fused.by_rows))
+            )
         reduced: dict[int, Any] = {}
         for number, bucket in enumerate(fused.buckets):
             members = [slot.index for slot in bucket.slots]
@@ -209,6 +221,7 @@ class Jax(Backend):
                 [backwards[index] for index in members],
                 queue=functools.partial(fused.queue_bucket, number),
                 tables=(fused.rows_of_tables(number), *[0] * (len(members) - 1)),
+                by_rows=fused.by_rows,
             )
             reduced.update(zip(members, results, strict=True))
         return [reduced[index] for index in positions]

@@ -12,8 +12,6 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from keras_dist._engine import TableRows
-
 CALLS = ("jit", "pjit")
 # An index outside the table adds nothing.
 DROPS = (jax.lax.GatherScatterMode.FILL_OR_DROP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
@@ -29,17 +27,22 @@ class HostCall(NamedTuple):
     effects: Any
 
 
-def rows_of_table(indices: np.ndarray, values: np.ndarray, shape: Sequence[int]) -> TableRows:
-    """Returns rows of a table, without those that JAX drops."""
+def known_rows(
+    indices: np.ndarray, values: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows of a table and their indices, without those that JAX drops."""
     flat, rows = indices.reshape(-1).astype(np.int64), values.reshape(-1, values.shape[-1])
-    within = (flat >= 0) & (flat < shape[0])
-    if not within.all():
-        flat, rows = flat[within], rows[within]
-    return TableRows(rows, flat, shape)
+    within = (flat >= 0) & (flat < length)
+    return (rows, flat) if within.all() else (rows[within], flat[within])
 
 
-def table_of(rows: TableRows, place: Any) -> Any:
-    """Returns the table of which these are the rows, each once, as an array of JAX."""
+def table_of(rows: Any, place: Any) -> Any:
+    """Returns the table of which these are the rows, each once, as an array of JAX.
+
+    Args:
+        rows: has the attributes `values`, `indices`, `shape` (of the table) and `dtype`.
+        place: of the array.
+    """
     length, count = rows.shape[0], len(rows.indices)
     # One of few sizes, since each is compiled: further rows lie outside the table.
     size = 1 << max(0, count - 1).bit_length()

@@ -48,6 +48,8 @@ from keras_dist._engine.tracing import spans
 class HostBuckets:
     """The buckets of a plan, with the memory in which the host reduces them."""
 
+    by_rows = TableRows  # how backends, which do not import the engine, give the rows of a table
+
     def __init__(
         self,
         comm: Communicator,

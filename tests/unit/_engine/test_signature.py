@@ -164,7 +164,9 @@ def test_a_signature_is_immutable():
     options, plan = OpOptions(), BucketOptions(8)
     assert options == OpOptions(ReduceOp.AVERAGE, None, 1.0, 1.0, Compression.none, None)
     ways = dict.fromkeys(("lend", "overlaps", "counts_updates", "divides", "pooled"), False)
-    assert plan == BucketOptions(8, None, (), (), "allreduce", plain.remedy, ranks=None, **ways)
+    assert plan == BucketOptions(
+        8, None, (), (), True, "allreduce", plain.remedy, ranks=None, **ways
+    )
     things = {"op": plain, "name": CALL.entries[0], "here": JoinedRanks((), ()), "key": options}
     for field, thing in {**things, "lend": plan}.items():
         with pytest.raises(dataclasses.FrozenInstanceError):
