@@ -68,6 +68,7 @@ def test_the_demo_installs_what_it_runs_and_the_tests_complete_it(clone):
     assert [*map(extras, clone("demo_environment jax"))] == ["[jax,mpich] scikit-learn"]
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_again_after_an_interruption_only(clone):
     clone("environment")
     assert clone("install() { kill -9 $$; }; docs_tools", -9) == []
@@ -76,6 +77,7 @@ def test_an_environment_is_made_again_after_an_interruption_only(clone):
     assert "created" not in clone("mutation_tools")
 
 
+@pytest.mark.slow
 def test_new_requirements_are_installed_in_the_same_environment(clone):
     clone("environment")
     installed = clone("echo '# other' >>constraints.txt; environment")

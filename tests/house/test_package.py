@@ -59,6 +59,7 @@ def distributions(tmp_path_factory):
     return wheel, sdist
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(distributions):
     wheel, _ = distributions
     assert wheel.name == f"keras_dist-{__version__}-py3-none-any.whl"

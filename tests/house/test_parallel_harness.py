@@ -155,6 +155,7 @@ def test_ranks_report_as_one(run_tests):
                 if rank == 1:
                     pytest.exit("enough")
 
+@pytest.mark.slow
             def test_next():
                 pass
             """,

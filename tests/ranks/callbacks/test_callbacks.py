@@ -272,6 +272,7 @@ def binary_model(rate=0.0):
     return model
 
 
+@pytest.mark.long
 @pytest.mark.jobs("torch-3")
 @pytest.mark.parity("metrics of `fit` and `evaluate` equal those of one process")
 @pytest.mark.parametrize("samples", [64, 61])
@@ -392,6 +393,7 @@ def test_a_custom_step_keeps_exact_metrics_beside_its_own_values():
     assert history["rank"] == [pytest.approx((keras_dist.size() - 1) / 2)]
 
 
+@pytest.mark.long
 @pytest.mark.parity("`EarlyStopping` and `ReduceLROnPlateau` act equally on all ranks")
 def test_callbacks_that_decide_by_metrics_decide_alike():
     model = distributed(keras.optimizers.SGD(0.5))
@@ -413,6 +415,7 @@ def test_callbacks_that_decide_by_metrics_decide_alike():
 # --- Console
 
 
+@pytest.mark.long
 @pytest.mark.parity("only the root prints")
 def test_only_the_root_prints():
     interactive = keras.config.is_interactive_logging_enabled()

@@ -31,6 +31,7 @@ def rates_of(*callbacks, model, epochs, steps=5, **fit_options):
     return np.array(recorder.rates).reshape(-1, steps)
 
 
+@pytest.mark.long
 @pytest.mark.parity("learning rate warmup")
 def test_warmup_rates_equal_the_formula_at_every_batch_of_every_fit():
     n, steps, rate = keras_dist.size(), 5, 0.1 * keras_dist.size()

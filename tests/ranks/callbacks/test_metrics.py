@@ -112,6 +112,7 @@ def data_of(kind):
     return predictions, targets if kind is REGRESSION else (targets > 0.5).astype("float32")
 
 
+@pytest.mark.long
 @pytest.mark.parity("every metric of Keras is exact with unequal shares")
 @pytest.mark.parametrize("kind", [BINARY, CATEGORICAL, SPARSE, REGRESSION])
 def test_every_metric_of_keras_is_exact_with_unequal_shares(kind):
@@ -329,6 +330,7 @@ def every_log(model, x, y, callbacks):
     return {name: value for name, value in logs.items() if "loss" not in name}
 
 
+@pytest.mark.long
 @pytest.mark.parity("metrics of your own: sums, maxima, minima, booleans, nested results")
 def test_metrics_of_ones_own_are_exact():
     model = compiled([make() for make in OWN], run_eagerly=False)
@@ -412,6 +414,7 @@ class Both(Listed):
         self.state.assign_add(1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parity("a metric that cannot be merged is averaged, and named in a warning")
 def test_metrics_that_cannot_be_merged_are_averaged_and_named():
     kinds = [Last, Drifting, Pair, Apart] + ([Listed, Held, Both] if BACKEND != "jax" else [])

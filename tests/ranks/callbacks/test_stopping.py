@@ -167,6 +167,7 @@ class Prune(keras.callbacks.Callback):
             raise Pruned(self.calls)
 
 
+@pytest.mark.long
 @pytest.mark.jobs("jax-2")
 @pytest.mark.parity("an exception that a rank raises in a callback is raised on all, which go on")
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_epoch_end"])

@@ -54,6 +54,7 @@ def directory(shared_tmp_path):
     return shared_tmp_path / "backup"
 
 
+@pytest.mark.long
 @pytest.mark.parity("`BackupAndRestore`: resumed training equals uninterrupted training")
 @pytest.mark.parametrize(
     "shared", [pytest.param(True, marks=pytest.mark.jobs("jax-2", "equality")), False]

@@ -113,6 +113,7 @@ def means(batches):
     return (np.cumsum(flat)[ends - 1] / ends).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parity("each loop over a shard is the next epoch, in the order of `fit`")
 @pytest.mark.parametrize("kind", LOOPED)
 def test_each_loop_over_a_shard_is_an_epoch_of_fit(kind):

@@ -44,6 +44,7 @@ def test_train_on_batch_takes_one_step_of_a_round_whatever_an_execution_has():
     assert equal == [keras_dist.size() == 1] * 2 + [True]
 
 
+@pytest.mark.long
 @pytest.mark.jobs("tensorflow-1", "torch-3")
 @pytest.mark.parity("local steps: rounds of `fit` equal those computed by numpy: {name}")
 @pytest.mark.parametrize(

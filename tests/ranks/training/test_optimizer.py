@@ -370,6 +370,7 @@ model.fit(np.zeros((4, 6)), np.zeros(4), verbose=0)
 """
 
 
+@pytest.mark.long
 @pytest.mark.jobs("tensorflow-1")
 @pytest.mark.parity("a saved model loads without keras_dist")
 def test_a_saved_model_loads_without_keras_dist(shared_tmp_path):

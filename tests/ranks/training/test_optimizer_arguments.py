@@ -49,6 +49,7 @@ def counting(monkeypatch):
 # --- backward_passes_per_step
 
 
+@pytest.mark.long
 @pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`backward_passes_per_step`")
 def test_averaged_passes_equal_gradient_accumulation_of_keras(monkeypatch):
@@ -126,6 +127,7 @@ def test_an_overflow_in_one_step_does_not_reach_the_next():
     np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -(mean + 2))
 
 
+@pytest.mark.long
 @pytest.mark.jobs("jax-2")
 @pytest.mark.parity("`mixed_float16` with several passes: reduces in updates only")
 def test_passes_under_a_loss_scale_reduce_in_updates_only(monkeypatch):

@@ -119,6 +119,7 @@ def fit(model, *callbacks):
     model.fit(images, values, batch_size=1, verbose=0, callbacks=keras_dist.callbacks(*callbacks))
 
 
+@pytest.mark.long
 @pytest.mark.parity("after `set_random_seed`: layers draw other numbers on each rank in `fit`")
 def test_layers_draw_other_numbers_on_each_rank_in_fit_and_the_same_ones_again():
     def seen():

@@ -72,6 +72,7 @@ def counts(model):
     return sum(int(np.prod(variable.shape)) for variable in model.optimizer.variables[2:])
 
 
+@pytest.mark.long
 @pytest.mark.parity("`shard_state=True`: weights equal those of whole updates bit for bit: {name}")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_have_the_bits_of_whole_updates(name):

@@ -52,6 +52,7 @@ def trained(model, data, batch, *callbacks):
     return model.fit(*data, batch, 2, callbacks=list(callbacks), **options).history
 
 
+@pytest.mark.long
 @pytest.mark.parity("a trainer that is no `keras.Model` trains like one process")
 @pytest.mark.parametrize("is_built", [True, False])
 def test_a_trainer_that_is_no_model_trains_like_one_process(is_built, shared_tmp_path):
@@ -103,6 +104,7 @@ class Late(keras.Model):
         return self.outputs_of_classes(self.hidden(x))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.build")
 @pytest.mark.parity("a subclassed model that is not built")
 @pytest.mark.parametrize("is_marked", [False, True])

@@ -255,6 +255,7 @@ def train_with_a_tape():
 WAYS = [train_a_model, train_variables, *[train_with_a_tape] * (BACKEND == "tensorflow")]
 
 
+@pytest.mark.long
 @pytest.mark.parity("the shared memory of a model is freed with it")
 @pytest.mark.parametrize("train", WAYS)
 def test_the_memory_of_a_model_is_freed_with_it(train):

@@ -203,6 +203,7 @@ print("all the same", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_all_readers_return_the_same_rows(run_ranks, folder):
     data = hdf5(folder / "all.h5", "x", "y", 12, block=20, shuffle="global")
     alone = [sorted(y.tolist()) for number in range(2) for _, y in epoch(data, number)]
@@ -317,6 +318,7 @@ for name in ("small.h5", "large.h5"):
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_blocks(run_ranks, tmp_path):
     for name, rows in (("small.h5", 4096), ("large.h5", 40960)):
         with h5py.File(tmp_path / name, "w") as file:
