@@ -35,6 +35,13 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
+def overrides(model: Any, name: str) -> bool:
+    """Returns whether a model has another method of a name than those of Keras."""
+    import keras
+
+    return bool(getattr(model, name) != getattr(keras.Model, name).__get__(model))
+
+
 @contextlib.contextmanager
 def uncompiled_step(model: Any, name: str, step: Callable[..., Any]) -> Iterator[None]:
     """Returns a context in which Keras takes another step of a model, and does not compile it."""
@@ -170,11 +177,15 @@ class Backend(Protocol):
         return
 
     def train_step_for_host(
-        self, model: Any, with_rows: Callable[[Any], contextlib.AbstractContextManager[None]]
+        self,
+        model: Any,
+        with_rows: Callable[[Any], contextlib.AbstractContextManager[None]],
+        takes_rows: bool,
     ) -> contextlib.AbstractContextManager[Callable[[], Any] | None]:
         """Returns a context in which Keras makes a train function that may call the host.
 
-        Its value makes the context in which each call of the function runs, if there is one.
+        Its value makes the context in which each call of the function runs, if there is one. Where
+        the reduction takes rows, gradients of embeddings may be sparse.
         """
 
     def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:

@@ -310,7 +310,7 @@ class Jax(Backend):
         return (*values[:place], state, *values[place + 1 :])
 
     def train_step_for_host(
-        self, model: Any, with_rows: Callable[..., Any]
+        self, model: Any, with_rows: Callable[..., Any], takes_rows: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Gives Keras a step that is compiled as programs around the reduction."""
         if not model.jit_compile or model.run_eagerly:

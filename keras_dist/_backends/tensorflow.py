@@ -307,7 +307,10 @@ class TensorFlow(Backend):
         refuse_strategy(f"a model whose gradients keras_dist alone averages, {model.name!r}", model)
 
     def train_step_for_host(
-        self, model: Any, with_rows: Callable[[Any], contextlib.AbstractContextManager[None]]
+        self,
+        model: Any,
+        with_rows: Callable[[Any], contextlib.AbstractContextManager[None]],
+        takes_rows: bool,
     ) -> contextlib.AbstractContextManager[None]:
         return train_step_for_host(model, with_rows)
 

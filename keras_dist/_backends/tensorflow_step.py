@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import errors
-from keras_dist._backends import replaced, uncompiled_step
+from keras_dist._backends import overrides, replaced, uncompiled_step
 from keras_dist._backends.tensorflow_host import HostCalled, without_host
 
 _log = logging.getLogger("keras_dist")
@@ -66,7 +66,7 @@ def _reason_not_to_split(model: Any) -> str | None:
     from keras_dist._compat.keras.models import layers_of
 
     for name in KERAS_OWN:
-        if _overrides(model, name):
+        if overrides(model, name):
             return f"it overrides {name}, which may use the updated weights"
     for layer in layers_of(model):
         if getattr(layer, "calls_host", False) or not layer.supports_jit:
@@ -210,18 +210,12 @@ def build_metrics(model: Any, batches: Any) -> None:
     from keras_dist._compat.keras import metrics
 
     specs = tf.nest.flatten(getattr(batches, "element_spec", None))
-    is_own = any(_overrides(model, name) for name in KERAS_OWN)
+    is_own = any(overrides(model, name) for name in KERAS_OWN)
     if model.run_eagerly or is_own or not all(isinstance(spec, tf.TensorSpec) for spec in specs):
         return
     # The step itself makes them, or fails with the error of plain Keras.
     with contextlib.suppress(Exception):
         metrics.build_metrics(model, batches.element_spec)
-
-
-def _overrides(model: Any, name: str) -> bool:
-    import keras
-
-    return bool(getattr(model, name) != getattr(keras.Model, name).__get__(model))
 
 
 def refuse_strategy(expected: str, model: Any = None) -> None:

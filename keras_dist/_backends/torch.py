@@ -15,6 +15,7 @@ import torch
 from keras_dist import errors
 from keras_dist._backends import Backend, HostFunction
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
+from keras_dist._backends.torch_rows import embeddings_by_rows, may_be_sparse, table_of
 from keras_dist._backends.torch_tensors import (
     differentiable,
     dtype_of,
@@ -31,6 +32,12 @@ from keras_dist._backends.torch_tensors import (
     zeros_of,
 )
 from keras_dist._gpu import counts_host_memory, uniform
+
+
+@contextlib.contextmanager
+def _in_step() -> Iterator[None]:
+    with in_train_step(), embeddings_by_rows():
+        yield
 
 
 class Torch(Backend):
@@ -95,7 +102,11 @@ class Torch(Backend):
                     )
                     continue
                 rows, indices = reduce_slices(names[i], *rows_of(slices))
-                reduced[i] = sparse_of(rows, indices, slices)
+                table = table_of(variables[i].value)
+                if table is not None:
+                    reduced[i] = table.filled(rows, indices)
+                else:
+                    reduced[i] = sparse_of(rows, indices, slices)
         return [reduced[i] for i in range(len(gradients))]
 
     def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:
@@ -195,8 +206,10 @@ class Torch(Backend):
             )
 
     @contextlib.contextmanager
-    def train_step_for_host(self, model: Any, with_rows: Callable[..., Any]) -> Iterator[Any]:
-        yield in_train_step
+    def train_step_for_host(
+        self, model: Any, with_rows: Callable[..., Any], takes_rows: bool
+    ) -> Iterator[Any]:
+        yield _in_step if takes_rows and may_be_sparse(model) else in_train_step
 
     def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> dict[str, Any]:
         """Returns the logs: Keras has taken the batches."""

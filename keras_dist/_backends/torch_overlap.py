@@ -137,7 +137,7 @@ class _Overlap:
     def _add(self, index: int, parameter: torch.Tensor) -> None:
         fused = self._fused()
         gradient = parameter.grad
-        if fused is None or gradient is None or not _is_in_step():
+        if fused is None or gradient is None or gradient.is_sparse or not _is_in_step():
             return
         if index in self._versions:
             # The second gradient since the last update. Queued reductions run; nobody uses them.
@@ -165,6 +165,7 @@ def _are_gradients_of(
     return len(places) == 1 and all(
         parameter.is_leaf
         and parameter.grad is not None
+        and not parameter.grad.is_sparse
         and (parameter.is_cpu or is_on_device(parameter))
         and version_of(parameter.grad) == version_of(gradient)
         for parameter, gradient in zip(parameters, gradients, strict=True)

@@ -65,6 +65,14 @@ class ReductionOptions:
         return None
 
     @property
+    def takes_rows(self) -> bool:
+        """Whether rows of a gradient are reduced as such, as they are, in each step."""
+        is_plain = self.compression is _engine.Compression.none and not self.groups
+        each_step = self.passes == 1 and self.local_steps is None and not self.shard_state
+        sums = (_engine.ReduceOp.SUM, _engine.ReduceOp.AVERAGE)
+        return is_plain and each_step and self.op in sums and not self.sparse_as_dense
+
+    @property
     def dense(self) -> bool:
         return self.sparse_as_dense or self.op is _engine.ReduceOp.ADASUM
 

@@ -52,6 +52,12 @@ class GradientReduction:
         found: _engine.Feedback = self._plans.feedback
         return found if self.rounds is None else self.rounds.reduction.feedback
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether gradients of rows are reduced by these, and nothing reads them before."""
+        has_local = bool(self.registered or self.local_layers)
+        return self.options.takes_rows and self.shards is None and not has_local
+
     def communicator(self) -> _engine.Communicator | None:
         """Returns the communicator of the reduction; `None` if this rank reduces with no other."""
         return None if self.options.is_local else self._with_others(self.options.each_step)

@@ -405,6 +405,7 @@ def shared_tmp_path():
 @pytest.fixture
 def rows_travelled(monkeypatch):
     """Whether each reduction of a table was one of rows."""
+    from keras_dist import _engine
     from keras_dist._engine.collectives.tables import SparseTable
 
     found, reduce = [], SparseTable.reduce
@@ -414,5 +415,12 @@ def rows_travelled(monkeypatch):
         found.append(result is not None)
         return result
 
+    reduce_slices = _engine.collectives.reduce_slices
+
+    def recorded_slices(*arguments, **options):
+        found.append(True)
+        return reduce_slices(*arguments, **options)
+
     monkeypatch.setattr(SparseTable, "reduce", recorded)
+    monkeypatch.setattr(_engine.collectives, "reduce_slices", recorded_slices)
     return found

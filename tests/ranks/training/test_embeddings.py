@@ -1,7 +1,4 @@
-"""Embeddings on JAX and torch, whose gradients are whole tables: rows travel between nodes.
-
-JAX knows the rows, which travel on one node as well.
-"""
+"""Embeddings on JAX and torch, whose gradients are whole tables in plain Keras: rows travel."""
 
 import keras
 import numpy as np
@@ -9,12 +6,18 @@ import pytest
 from small_training import BATCH, STEPS, assert_close, fit_rows, rows_of_rank, weights_of
 
 import keras_dist
+from keras_dist import runtime
 
 pytestmark = pytest.mark.jobs(
-    "jax-2", "jax-3", "nodes-2x2", "nodes-2+1", "nodes-4x1", "nodes-torch-2"
+    *("jax-2", "jax-3", "torch-2", "torch-3"),
+    *("nodes-2x2", "nodes-2+1", "nodes-4x1", "nodes-torch-2"),
 )
 
 WORDS = 20_000
+
+
+def is_torch():
+    return keras.backend.backend() == "torch"
 
 
 def adam():
@@ -46,8 +49,9 @@ def test_rows_of_embeddings_train_as_the_whole_table(rows_travelled, optimizer, 
     fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
     keras_dist.verify_replicas(model)
     assert_close(weights_of(model), weights_of(plain))
-    # All words are scored: every row has a gradient.
-    assert rows_travelled == [not ties] * STEPS
+    # All words are scored: every row has a gradient. On one node torch looks for rows no further.
+    looks = not is_torch() or not runtime.communicator().is_one_node
+    assert rows_travelled == ([False] * looks if ties else [True]) * STEPS
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -64,3 +68,57 @@ def test_accumulated_gradients_of_embeddings_and_a_step_that_is_not_split(rows_t
     model = make(ours, **options)
     fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
     assert_close(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.skipif(not is_torch(), reason="the rows of JAX are those of its traced step")
+@pytest.mark.parametrize("how", ["one rank gives rows", "many rows", "own step"])
+def test_what_is_no_plain_lookup_trains_as_in_one_process(rows_travelled, monkeypatch, how):
+    from keras_dist._backends import torch_rows
+
+    n, rng = keras_dist.size(), np.random.default_rng(0)
+    x = rng.integers(0, WORDS, (STEPS * BATCH * n, 3))
+    y = rng.standard_normal((len(x), 2)).astype(np.float32)
+    plain, model, sparse = make(adam()), make(keras_dist.DistributedOptimizer(adam())), []
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            sparse.append(self.trainable_variables[0].value.grad.is_sparse)
+            return logs
+
+    if how == "own step":
+        model = Own(model.inputs, model.outputs)
+        model.compile(keras_dist.DistributedOptimizer(adam()), loss="mse")
+    has_many = how == "many rows" or (how == "one rank gives rows" and keras_dist.rank() != 1)
+    monkeypatch.setattr(torch_rows, "FEW", WORDS if has_many else torch_rows.FEW)
+    plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
+    fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
+    keras_dist.verify_replicas(model)
+    assert_close(weights_of(model), weights_of(plain))
+    assert sparse == [False] * STEPS * (how == "own step")
+    if runtime.communicator().is_one_node and how != "one rank gives rows":
+        assert not rows_travelled
+
+
+@pytest.mark.skipif(not is_torch(), reason="of torch's tables")
+def test_a_table_that_is_held_or_written_to_stays_out_of_the_next():
+    from keras_dist._backends.torch_rows import Table
+
+    def whole(indices):
+        table = np.zeros((9, 2), np.float32)
+        table[indices] = 1
+        return table
+
+    table, held = Table((9, 2)), []
+    for step, (indices, act) in enumerate(
+        [([1, 2], None), ([3], "hold"), ([4, 5], "write"), ([1], None)]
+    ):
+        found = table.filled(np.ones((len(indices), 2), np.float32), np.array(indices))
+        np.testing.assert_array_equal(found.numpy(), whole(indices))
+        if act == "hold":
+            held.append(found[1:])
+        elif act == "write":
+            found += 1
+        del found
+        assert step == 0 or held[0][2, 0] == 1
+    np.testing.assert_array_equal(held[0].numpy(), whole([3])[1:])
