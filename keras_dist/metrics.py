@@ -25,9 +25,10 @@ __all__ = ["merge"]
 def merge(metric: keras.metrics.Metric, how: str | Mapping[str, str]) -> keras.metrics.Metric:
     """Declares how the states of a metric on the ranks are merged to the state over all the data.
 
-    Without a declaration, sums, maxima and minima of a metric are recognized, boolean states are
-    true if they are on any rank, and variables with another `aggregation` of Keras than `"sum"` are
-    merged accordingly: `"mean"` as `"mean"`, `"only_first_replica"` as `"first"`.
+    Without a declaration, sums, maxima, minima and constants of a metric are recognized, boolean
+    states are true if they are on any rank, or on all if a reset sets them to true, and variables
+    with another `aggregation` of Keras than `"sum"` are merged accordingly: `"mean"` as `"mean"`,
+    `"only_first_replica"` as `"first"`.
 
     A copy of the metric that is made from its configuration has the declaration if the constructor
     of the metric makes it.

@@ -29,8 +29,9 @@ class MetricAverageCallback(SessionCallback):
     are exact even if ranks have different numbers of samples; averages of results would not be.
     Every callback of the list receives these logs, regardless of its position.
 
-    States that are sums, maxima or minima over samples are recognized, in metrics of your own as
-    well; boolean states are combined by "or". `keras_dist.metrics.merge` declares other ways. The
+    States that are sums, maxima or minima over samples, and constants, are recognized, in metrics
+    of your own as well; boolean states are combined by "or", or by "and" if a reset sets them to
+    true. `keras_dist.metrics.merge` declares other ways. The
     results of a metric that cannot be merged are averaged; the root names it in a warning, once per
     `fit` or `evaluate`. A function that returns one number for a batch, such as the root of a mean,
     is averaged and named as well. The mean over the samples of a batch is not named: it is exact if

@@ -159,17 +159,18 @@ def _states(metric: Any, declared_outside: Any) -> Iterator[MetricState]:
     _check_names(metric)
     declared = vars(metric).get(DECLARED, declared_outside)
     own = own_variables(metric)
-    hows = {id(variable): _told(variable, declared) for variable in own}
+    is_of_keras = _is_of_keras(metric)
+    reset = {} if is_of_keras else reset_values(metric)
+    hows = {id(v): _told(v, declared, reset.get(id(v))) for v in own}
     rest = [variable for variable in own if hows[id(variable)] is None]
-    if _is_of_keras(metric):
-        found, reset = ["sum"] * len(rest), {}
+    if is_of_keras:
+        found = ["sum"] * len(rest)
         function, _ = function_of(metric)
         if isinstance(function, keras.losses.Loss) and function.reduction == "sum":
             # A step adds the sum over its samples and counts once, though on every rank.
             found = ["max" if variable is metric.count else "sum" for variable in rest]
     else:
         found = behaviours(metric, rest) if rest or declared is None else []
-        reset = reset_values(metric)
     hows.update(zip(map(id, rest), found, strict=True))
     for variable in own:
         how, start = hows[id(variable)], reset.get(id(variable))
@@ -179,11 +180,13 @@ def _states(metric: Any, declared_outside: Any) -> Iterator[MetricState]:
         yield from _states(inner, declared)
 
 
-def _told(variable: Any, declared: Any) -> str | None:
+def _told(variable: Any, declared: Any, reset: np.ndarray | None) -> str | None:
     """Returns how a variable is merged as its metric or Keras says; `None` if neither does."""
     how = declared.get(variable.name) if isinstance(declared, dict) else declared
+    if how is None and variable.aggregation == "sum" and variable.dtype == "bool":
+        return "all" if reset is not None and reset.all() else "any"
     if how is not None or variable.aggregation == "sum":
-        return how or ("any" if variable.dtype == "bool" else None)
+        return how
     if variable.aggregation not in AGGREGATIONS:
         raise UnmergeableMetric(f"{variable.name} with aggregation={variable.aggregation!r}")
     return AGGREGATIONS[variable.aggregation]

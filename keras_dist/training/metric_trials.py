@@ -22,6 +22,8 @@ from keras_dist.training.model_state import to_numpy
 BATCHES, SAMPLES = 3, 4  # the number of batches, and of samples in each
 MOST_ELEMENTS = 2**18  # of a sample that a function is tried on
 SHIFTS = (0, -1000, 2, 1000)  # of a state after a reset
+# Of variables before a reset: in the marks none has the value of another one.
+ZEROS, MARKS = itertools.repeat(0), range(2, 2**15)
 
 
 class UnmergeableMetric(Exception):
@@ -29,16 +31,23 @@ class UnmergeableMetric(Exception):
 
 
 def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[str]:
-    """Returns for each variable whether it is a `"sum"`, a `"max"` or a `"min"` over samples."""
+    """Returns for each variable whether it is a `"sum"`, a `"max"` or a `"min"` over samples.
+
+    A sum over batches is a `"mean"`: each rank has a part of each batch.
+    """
     twin = _twin(metric, {})
     before = _twin(twin, {})
-    reset = list(reset_values(twin).values())
-    start = [np.where(np.isfinite(value), value, 0).astype(value.dtype) for value in reset]
+    every, reset = list(twin.variables), list(reset_values(twin).values())
+    start = [_start(variable, value) for variable, value in zip(every, reset, strict=True)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runs = (batch for batch in _batches(metric) if _updated(twin, start, batch) is not None)
-        batches = list(itertools.islice(runs, BATCHES))
-        found = [_behaviour(twin, start, reset, batches, variable) for variable in variables]
+        runs = ((batch, _updated(twin, start, batch)) for batch in _batches(metric))
+        tried = list(itertools.islice((run for run in runs if run[1] is not None), BATCHES))
+        constants = _constants(twin, start, [state for _, state in tried])
+        for place in constants:  # other variables may depend on them
+            start[place] = np.array(to_numpy(every[place]))
+        known = {id(every[place]): "max" for place in constants}
+        found = [known.get(id(v)) or _behaviour(twin, start, reset, tried, v) for v in variables]
     if not _same(before, twin, set()):
         raise UnmergeableMetric("state outside of its variables")
     return found
@@ -98,41 +107,92 @@ def _targets_and_outputs(shapes: Iterable[tuple[int, ...]]) -> Iterator[tuple[An
             yield keras.ops.convert_to_tensor(draw(each)), keras.ops.convert_to_tensor(each)
 
 
-def reset_values(metric: keras.metrics.Metric) -> dict[int, np.ndarray]:
-    """Returns what `reset_state` would set each variable to, by its id; 0 if it does not set it."""
-    zeros = [(v, keras.ops.zeros(v.shape, v.dtype)) for v in metric.variables]
+def reset_values(metric: keras.metrics.Metric) -> dict[int, np.ndarray | None]:
+    """Returns what `reset_state` sets each variable to, by its id; `None` if that may vary."""
+    variables = metric.variables
+    pairs = zip(*(_after_reset(metric, fill) for fill in (ZEROS, MARKS)), strict=True)
+    return {
+        id(variable): value if np.array_equal(value, other, equal_nan=True) else None
+        for variable, (value, other) in zip(variables, pairs, strict=True)
+    }
+
+
+def _after_reset(metric: keras.metrics.Metric, fill: Iterable[int]) -> list[np.ndarray]:
+    """Returns the state after a reset of one whose variables are filled with numbers."""
+    given = zip(metric.variables, fill, strict=False)
+    filled = [(v, keras.ops.full(v.shape, number, v.dtype)) for v, number in given]
     try:
-        with keras.StatelessScope(state_mapping=zeros) as scope:
+        with keras.StatelessScope(state_mapping=filled) as scope:
             _twin(metric, {}).reset_state()
     except Exception as error:  # of other people's code
         raise UnmergeableMetric(f"a reset_state that could not be tried: {error}") from error
-    return {id(v): np.array(to_numpy(scope.get_current_value(v))) for v, _ in zeros}
+    return [np.array(to_numpy(scope.get_current_value(v))) for v, _ in filled]
+
+
+def _start(variable: Any, reset: np.ndarray | None) -> np.ndarray:
+    """Returns a finite value of a variable before a trial."""
+    if reset is None:
+        return np.zeros_like(to_numpy(variable))
+    return np.where(np.isfinite(reset), reset, 0).astype(reset.dtype)
+
+
+def _constants(
+    metric: Any, start: Sequence[np.ndarray], afters: Sequence[Sequence[np.ndarray]]
+) -> list[int]:
+    """Returns the places of variables that neither a reset nor a batch changes."""
+    marked = zip(_after_reset(metric, MARKS), MARKS, strict=False)
+    kept = [bool((value == value.dtype.type(mark)).all()) for value, mark in marked]
+    return [
+        place
+        for place, value in enumerate(start)
+        if kept[place] and afters and all(np.array_equal(value, each[place]) for each in afters)
+    ]
 
 
 def _behaviour(
-    twin: Any, start: list[np.ndarray], reset: list[np.ndarray], batches: list[Any], variable: Any
+    twin: Any,
+    start: list[np.ndarray],
+    reset: list[np.ndarray | None],
+    tried: Sequence[tuple[Any, list[np.ndarray]]],
+    variable: Any,
 ) -> str:
     place = next(index for index, other in enumerate(twin.variables) if other is variable)
-    if not batches:
+    if not tried:
         raise UnmergeableMetric(f"{variable.name}, which could not be tried")
-    common = set.intersection(*(_fitting(twin, start, place, batch) for batch in batches))
+    after = [state[place] for _, state in tried]
+    common = set.intersection(*(_fitting(twin, start, place, batch, after) for batch, _ in tried))
+    if common == {"sum"}:
+        # Targets of another shape than the predictions may be broadcast, each with all others.
+        alike = [batch for batch, _ in tried if len({tuple(each.shape) for each in batch}) == 1]
+        found = [_of_halves(twin, start, place, batch) for batch in alike]
+        common = set.intersection({"sum", "mean"}, *found)
+        common -= {"mean"} if "sum" in common else set()
     if len(common) == 1:
         return common.pop()
-    if common and np.isfinite(reset[place]).all():
+    value = reset[place]
+    if common and value is None:
+        raise UnmergeableMetric(f"{variable.name}, which reset_state computes from states")
+    if common and np.isfinite(value).all():
         return "sum"  # no batch changes it
     raise UnmergeableMetric(f"{variable.name}, which is no sum, maximum or minimum")
 
 
-def _fitting(twin: Any, start: list[np.ndarray], place: int, batch: Any) -> set[str]:
-    """Returns the behaviours that fit what a batch does to a variable."""
-    befores, afters, others = [], [], []
-    for shift in SHIFTS:
+def _fitting(
+    twin: Any, start: list[np.ndarray], place: int, batch: Any, after: Sequence[np.ndarray]
+) -> set[str]:
+    """Returns the behaviours that fit what a batch does to a variable.
+
+    Args:
+        after: values of the variable after other batches, whose elements differ.
+    """
+    shifted = [(start[place] + shift).astype(start[place].dtype) for shift in SHIFTS]
+    befores, afters, others = [*shifted[:-1], *after, shifted[-1]], [], []
+    for before in befores:
         state = list(start)
-        state[place] = (start[place] + shift).astype(start[place].dtype)
+        state[place] = before
         result = _updated(twin, state, batch)
         if result is None:
             return set()
-        befores.append(state[place])
         afters.append(result.pop(place))
         others.append(result)
     if not all(_close(a, b) for other in others for a, b in zip(others[0], other, strict=True)):
@@ -145,6 +205,23 @@ def _fitting(twin: Any, start: list[np.ndarray], place: int, batch: Any) -> set[
         "max": all(_close(after, np.maximum(before, lowest)) for before, after in pairs),
         "min": all(_close(after, np.minimum(before, highest)) for before, after in pairs),
     }
+    return {name for name, fit in fits.items() if fit}
+
+
+def _of_halves(twin: Any, start: list[np.ndarray], place: int, batch: Any) -> set[str]:
+    """Returns whether a batch adds the `"sum"` or the `"mean"` of what its halves add.
+
+    The mean it is for a number of batches and a sum of means: ranks have parts of each batch.
+    """
+    parts = [slice(SAMPLES), slice(SAMPLES // 2), slice(SAMPLES // 2, SAMPLES)]
+    added = []
+    for rows in parts:
+        after = _updated(twin, start, tuple(given[rows] for given in batch))
+        if after is None:  # it does not take other numbers of samples
+            return {"sum"}
+        added.append(after[place] - start[place])
+    whole, one, other = added
+    fits = {"sum": _close(whole, one + other), "mean": _close(whole, (one + other) / 2)}
     return {name for name, fit in fits.items() if fit}
 
 

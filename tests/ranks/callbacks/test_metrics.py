@@ -276,6 +276,34 @@ class Always(Own):
         return ops.cast(self.state, "float32")
 
 
+class Undeclared(Own):
+    """Whether all targets were small, which no method declares."""
+
+    states: ClassVar = {"state": ("bool", True)}
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.state.assign(ops.logical_and(self.state, ops.all(y_true < 5.0)))
+
+    def result(self):
+        return ops.cast(self.state, "float32")
+
+
+class Scaled(Own):
+    """Has constants in variables: one that a batch reads, and one that the result reads."""
+
+    states: ClassVar = {"state": ("float32", 0.0), "limit": ("float32", 2.0), "unit": ("int32", 4)}
+
+    def reset_state(self):
+        self.state.assign(0.0)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        is_large = ops.abs(y_true - y_pred) > self.limit
+        self.state.assign_add(ops.sum(ops.cast(is_large, "float32")))
+
+    def result(self):
+        return self.state / ops.cast(self.unit, "float32")
+
+
 class Product(Own):
     states: ClassVar = {"state": ("float32", 1.0), "seen": ("float32", 0.0)}
 
@@ -317,8 +345,13 @@ class Returned(Own):
         return self.state
 
 
-OWN = [Several, OfClasses, Smoothed, Largest, Always, Product, Nested]
+OWN = [Several, OfClasses, Smoothed, Largest, Always, Undeclared, Scaled, Product, Nested]
 OWN += [Returned] if BACKEND != "jax" else []
+
+
+def logs_of_batches(model, y, batch_size, callbacks):
+    options = {"batch_size": batch_size, "verbose": 0, "callbacks": callbacks}
+    return model.evaluate(y * 0, y, return_dict=True, **options)
 
 
 def every_log(model, x, y, callbacks):
@@ -348,6 +381,39 @@ def test_metrics_of_ones_own_are_exact():
     assert_exact(values_of(found), values_of(expected))
 
 
+class OfBatches(Own):
+    """Counts batches, whose parts the ranks have, and adds up their means."""
+
+    states: ClassVar = {
+        "batches": ("int32", 0),
+        "ones": ("float32", 0.0),
+        "total": ("float32", 0.0),
+    }
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.batches.assign_add(1)
+        self.ones.assign_add(ops.mean(ops.ones_like(y_true)))
+        self.total.assign_add(ops.sum(y_true))
+
+    def result(self):
+        return {
+            "batches": self.batches + 0,
+            "ones": self.ones + 0.0,
+            "of a batch": self.total / self.ones,
+        }
+
+
+def test_ranks_have_parts_of_the_batches_that_a_metric_counts():
+    size = keras_dist.size()
+    y = np.arange(8 * size * CLASSES, dtype="float32").reshape(8 * size, CLASSES)
+    options = {"run_eagerly": BACKEND == "tensorflow"}
+    expected = logs_of_batches(compiled([OfBatches()], **options), y, 4 * size, [])
+    mine = y[keras_dist.rank() :: size]
+    found = logs_of_batches(compiled([OfBatches()], **options), mine, 4, [MetricAverageCallback()])
+    assert expected["batches"] == 2
+    assert_exact(values_of(found), values_of(expected))
+
+
 class Last(Own):
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.state.assign(ops.mean(y_true))
@@ -365,6 +431,42 @@ class Pair(Own):
         best, now = self.best + 0.0, ops.max(y_true)
         self.state.assign(ops.where(now > best, ops.min(y_true), self.state + 0.0))
         self.best.assign(ops.maximum(best, now))
+
+
+class TopThree(Own):
+    """The largest targets, in order: looks like a maximum for each place."""
+
+    states: ClassVar = {}
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.most = self.add_variable((3,), "zeros", name="most")
+
+    def reset_state(self):
+        self.most.assign(ops.zeros(3))
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        every = ops.concatenate([self.most + 0.0, ops.reshape(y_true, (-1,))])
+        self.most.assign(ops.top_k(every, 3)[0])
+
+    def result(self):
+        return ops.mean(self.most)
+
+
+class Gain(Own):
+    """The difference from the epoch before, which a reset computes from the state."""
+
+    states: ClassVar = {"total": ("float32", 0.0), "before": ("float32", 0.0)}
+
+    def reset_state(self):
+        self.before.assign(self.total / 2.0)
+        self.total.assign(0.0)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.sum(y_true))
+
+    def result(self):
+        return self.total - self.before
 
 
 class Apart(Own):
@@ -417,7 +519,9 @@ class Both(Listed):
 @pytest.mark.long
 @pytest.mark.parity("a metric that cannot be merged is averaged, and named in a warning")
 def test_metrics_that_cannot_be_merged_are_averaged_and_named():
-    kinds = [Last, Drifting, Pair, Apart] + ([Listed, Held, Both] if BACKEND != "jax" else [])
+    kinds = [Last, Drifting, Pair, TopThree, Gain, Apart] + (
+        [Listed, Held, Both] if BACKEND != "jax" else []
+    )
     model = compiled([make() for make in kinds], run_eagerly=BACKEND != "jax")
     rank, size = keras_dist.rank(), keras_dist.size()
     x = np.zeros((4, CLASSES), "float32")
