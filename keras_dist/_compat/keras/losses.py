@@ -3,6 +3,7 @@
 import functools
 import importlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -11,7 +12,7 @@ import keras
 from keras import ops
 
 from keras_dist._compat.contract import Owner
-from keras_dist._compat.keras.loss_functions import is_of_whole_batch, shapes_tell
+from keras_dist._compat.keras.loss_functions import is_of_whole_batch, of_parts, shapes_tell
 from keras_dist._compat.keras.models import layers_of, outputs_of
 from keras_dist._compat.keras.versions import uses
 
@@ -172,10 +173,10 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: Any) -> Any:
     """Returns the total of the losses of `compile`, after their values have been replaced."""
     within, own = cast(_Losses, _stacks.within[-1]), list[Measured]()
-    outputs = outputs_of(model)
+    outputs, tried = outputs_of(model), _tried.setdefault(compiled, {})
 
     def measure(loss: Any, *arguments: Any) -> Any:
-        own.append(_measured(loss, outputs, *arguments))
+        own.append(_measured(loss, outputs, tried, *arguments))
         return own[-1].value
 
     if not compiled.built:
@@ -213,13 +214,23 @@ def _build(original: Callable[..., Any], compiled: Any, *given: Any) -> None:
         compiled._flat_losses = found or compiled._flat_losses
 
 
+# By the losses of `compile`: what the number that a loss has for a batch is of those of its parts.
+_tried: "weakref.WeakKeyDictionary[Any, dict[int, str]]" = weakref.WeakKeyDictionary()
+
+
 def _measured(
-    loss: Any, outputs: Sequence[Any], y_true: Any, y_pred: Any, sample_weight: Any
+    loss: Any,
+    outputs: Sequence[Any],
+    tried: dict[int, str],
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any,
 ) -> Measured:
     """Calls a loss and returns its value with what it was divided by.
 
-    A loss of the user that does not call Keras' reduction counts as a mean over the samples, or as
-    a sum if that is its `reduction`. If it is not a single number, nothing has reduced it.
+    A loss of the user that does not call Keras' reduction, or returns a single number, counts as a
+    mean over the samples, or as a sum if that is its `reduction` or a trial shows it. If it is not
+    a single number, nothing has reduced it.
     """
     with _recorded() as calls:
         value = loss(y_true, y_pred, sample_weight)
@@ -229,12 +240,20 @@ def _measured(
     reduction = "none" if is_vector else getattr(loss, "reduction", "mean")
     # The last call is the one of the loss itself, if it uses others.
     values, weights, mask, reduction = calls[-1] if calls else (None, None, None, reduction)
+    of_whole_batch = bool(calls) and is_of_whole_batch(loss, values)
+    is_number = not (is_vector or of_whole_batch or len(getattr(values, "shape", ())))
+    if is_number and weights is None and mask is None and reduction not in (None, "none", "sum"):
+        if id(loss) not in tried:
+            with _recorded():
+                tried[id(loss)] = of_parts(loss, y_true, y_pred)
+        reduction = "sum" if tried[id(loss)] == "sum" else reduction
+        of_whole_batch = of_whole_batch or tried[id(loss)] == "neither"
     if reduction in (None, "none", "sum"):
         return Measured(value, reduction or "none", 1.0, True, True)
     number, is_count = _denominator(values, weights, mask, reduction, y_pred)
     is_count = is_count and shapes_tell(loss, values, y_true, y_pred)
     is_of_rows = is_count and _is_of_rows(values, outputs)
-    name = loss.name if calls and is_of_whole_batch(loss, values) else ""
+    name = getattr(loss, "name", type(loss).__name__) if of_whole_batch else ""
     return Measured(value, "mean", number, is_count, is_of_rows, name)
 
 

@@ -212,6 +212,24 @@ def test_a_loss_that_keras_does_not_reduce_is_a_mean_over_samples(loss):
     assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows()))
 
 
+def sum_of_squares(y_true, y_pred):
+    return keras.ops.sum(keras.ops.square(y_true - y_pred))
+
+
+class SumOfSquares(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return sum_of_squares(y_true, y_pred)
+
+
+def root_of_mean(y_true, y_pred):
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
+
+
+@pytest.mark.parametrize("loss", [sum_of_squares, SumOfSquares()])
+def test_a_number_that_is_a_sum_over_a_batch_is_added_up(loss):
+    assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows()))
+
+
 def of_positive_targets(y_true, y_pred):
     """The squared errors of rows with a positive target, as many as there are."""
     errors, is_positive = keras.ops.square(y_true - y_pred)[:, 0], y_true[:, 0] > 0
@@ -271,11 +289,14 @@ def test_elements_that_a_loss_leaves_out_do_not_count(loss, eager):
 def test_the_root_names_losses_that_compare_samples(caplog):
     global_losses._warn_of_whole_batch.cache_clear()
     x = np.ones((BATCH, TOKENS), "float32")
-    for loss in (keras.losses.Dice(axis=-1, name="each"), keras.losses.Dice(name="whole")):
+    each, whole = keras.losses.Dice(axis=-1, name="each"), keras.losses.Dice(name="whole")
+    for loss in (each, whole, sum_of_squares, root_of_mean):
         distributed(of_rows(loss)).train_on_batch(x, x[:, :1])
     warns = keras_dist.rank() == 0 and keras_dist.size() > 1
-    assert ("the loss 'whole'" in caplog.text) == warns
-    assert "the loss 'each'" not in caplog.text
+    for name in ("whole", "root_of_mean"):
+        assert (f"the loss '{name}'" in caplog.text) == warns
+    for name in ("each", "sum_of_squares"):
+        assert f"the loss '{name}'" not in caplog.text
 
 
 def test_an_infinite_loss_is_infinite_on_all_ranks():
