@@ -53,6 +53,7 @@ def reduce_dense(
         # The plan is another, or the gradients have changed since they were queued: a step is more
         # than one backward pass and one update. So the overlap stops for good.
         overlap.stop()
+        overlap.reduce_again()
     results: list[Any] = fused(uniform([to_array(gradient) for gradient in gradients]))
     starts = fused.overlaps and _is_in_step() and not overlaps
     if starts and _are_gradients_of(parameters, gradients):
@@ -62,27 +63,44 @@ def reduce_dense(
 
 
 class ReadyGradients:
-    """The gradients of a plan that are ready; queues complete buckets in the order of the plan."""
+    """The gradients of a plan that are ready; queues complete buckets in the order of the plan.
+
+    The last bucket waits for `results`: until then no rank has all results, so a rank whose
+    gradients change after they were queued can make all ranks reduce again.
+    """
 
     def __init__(self, fused: Any):
         self._fused = fused
+        self._last = len(fused.buckets) - 1
         self._arrays: dict[int, Any] = {}  # ready but not queued
         self._handles: list[Any] = []
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a bucket is queued."""
+        return bool(self._handles)
+
     def add(self, index: int, array: Any) -> None:
         self._arrays[index] = array
-        for number in range(len(self._handles), len(self._fused.buckets)):
-            members = [slot.index for slot in self._fused.buckets[number].slots]
-            if not all(member in self._arrays for member in members):
-                return
-            arrays = [self._arrays.pop(member) for member in members]
-            self._handles.append(self._fused.queue_bucket(number, arrays))
+        while len(self._handles) < self._last and self._is_next_complete():
+            self._queue_next()
 
     def is_complete(self) -> bool:
-        return len(self._handles) == len(self._fused.buckets)
+        return len(self._handles) == self._last and self._is_next_complete()
+
+    def _is_next_complete(self) -> bool:
+        return all(member in self._arrays for member in self._members_of_next())
+
+    def _members_of_next(self) -> list[int]:
+        return [slot.index for slot in self._fused.buckets[len(self._handles)].slots]
+
+    def _queue_next(self) -> None:
+        arrays = [self._arrays.pop(member) for member in self._members_of_next()]
+        self._handles.append(self._fused.queue_bucket(len(self._handles), arrays))
 
     def results(self) -> list[Any]:
         """Waits for the reduced gradients and returns them in the order of the plan."""
+        self._queue_next()
         reduced: dict[int, Any] = {}
         try:
             for bucket, handle in zip(self._fused.buckets, self._handles, strict=True):
@@ -109,6 +127,7 @@ class _Overlap:
             parameter.register_post_accumulate_grad_hook(functools.partial(self._add, index))
             for index, parameter in enumerate(parameters)
         ]
+        self._is_in_vain = False  # whether buckets are queued whose results nobody uses
         self._reset()
 
     def is_alive(self) -> bool:
@@ -121,14 +140,24 @@ class _Overlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._is_in_vain |= self._ready is not None and self._ready.has_begun
         self._reset()
+
+    def reduce_again(self) -> None:
+        """Makes all ranks reduce again if buckets are queued in vain: not so on other ranks."""
+        fused, is_in_vain = self._fused(), self._is_in_vain
+        self._is_in_vain = False
+        if is_in_vain and fused is not None:
+            fused.reduce_again()
 
     def take(self, gradients: Sequence[torch.Tensor]) -> list[Any] | None:
         """Waits for the results; returns `None` if other gradients were reduced."""
         ready, versions = self._ready, self._versions
-        self._reset()
         same = versions == {i: version_of(gradient) for i, gradient in enumerate(gradients)}
-        return ready.results() if same and ready is not None and ready.is_complete() else None
+        if not same or ready is None or not ready.is_complete():
+            return None
+        self._reset()
+        return ready.results()
 
     def _reset(self) -> None:
         self._ready: ReadyGradients | None = None

@@ -173,7 +173,13 @@ class Gradients:
         layout, mine = self._layout, _flags(dense, has, like)
         if layout is not None and layout.brought != brought:
             layout = None
-        if self._ready is None or layout is None or not self._are_unchanged(layout, dense):
+        ready, has_changed = self._ready, False
+        if layout is not None and ready is not None:
+            has_changed = not self._are_unchanged(layout, dense)
+            if has_changed and ready.has_begun:
+                # On other ranks they may not have changed: all must reduce again.
+                layout.plan.reduce_again()
+        if ready is None or layout is None or has_changed:
             self._discard_ready()
             layout = self._layout = self._make_layout(dense, has, brought)
             gradients = [self._contribution(parameter) for parameter in dense]
@@ -181,9 +187,9 @@ class Gradients:
         else:
             for index, parameter in enumerate(dense):
                 if index not in self._versions:
-                    self._ready.add(index, self._contribution(parameter))
-            self._ready.add(len(dense), to_array(mine))
-            results = self._ready.results()
+                    ready.add(index, self._contribution(parameter))
+            ready.add(len(dense), to_array(mine))
+            results = ready.results()
         counts = to_tensor(results.pop(), mine)
         # To read them, the host waits for the GPU.
         anywhere: list[bool] = flags if all(flags) else (counts != 0).tolist()

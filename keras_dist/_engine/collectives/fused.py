@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -127,6 +127,16 @@ class FusedAllreduce(HostBuckets):
         except UnlikeGradients as error:
             self._unlike = error.forms
             raise
+
+    def reduce_again(self) -> NoReturn:
+        """Raises `UnlikeGradients`: gradients of this rank have changed after they were queued.
+
+        The comparison that follows raises it on the other ranks as well, at the bucket where this
+        rank is missing.
+        """
+        repeat_update(self.comm.ranks)
+        gradients = self.options.gradients
+        raise UnlikeGradients(() if gradients is None else gradients.forms)
 
     def weak(self) -> WeakPlan:
         self.is_in_graph = True

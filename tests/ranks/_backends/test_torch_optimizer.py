@@ -185,6 +185,23 @@ def test_gradients_written_to_after_backward_are_reduced_as_written(overlap):
         assert all((parameter.grad == mean).all() for parameter in model.parameters())
 
 
+def test_gradients_written_to_on_one_rank_after_backward(overlap, monkeypatch):
+    monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: 1)
+    model = network()
+    optimizer = wrapped(model, 0.0)
+    odd = hvd.rank() == hvd.size() - 1
+    for step in range(5):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), float(hvd.rank() + step))).sum().backward()
+        if odd and step % 2:  # as a script that replaces what is not finite
+            for parameter in model.parameters():
+                parameter.grad.fill_(step)
+        mine = [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        for parameter, gradient in zip(model.parameters(), mine, strict=True):
+            torch.testing.assert_close(parameter.grad, hvd.allreduce(gradient))
+
+
 def test_an_overflow_on_one_rank_is_skipped_on_all(overlap):
     model = network()
     optimizer = wrapped(model)
