@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from keras_dist import errors
 from keras_dist._compat.torch import copy_all
@@ -40,6 +41,8 @@ def differentiable(
     Autograd, which is slow for many small tensors, takes part only if it records.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        for tensor in tensors:  # within a function of autograd, tangents are hidden
+            _check_no_tangent(tensor)
         return _Function.apply(run, back, *tensors)
     return run(*tensors)
 
@@ -71,6 +74,7 @@ def zeros_of(parameter: torch.Tensor, form: tuple[str, str | None]) -> torch.Ten
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Returns a tensor as an array: a view of a contiguous CPU tensor, otherwise a copy."""
+    _check_no_tangent(tensor)
     host = tensor.detach() if tensor.requires_grad else tensor
     try:
         if not host.is_cpu:
@@ -135,6 +139,17 @@ def sparse_of(rows: np.ndarray, indices: np.ndarray, like: torch.Tensor) -> torc
     )
 
 
+def _check_no_tangent(tensor: torch.Tensor) -> None:
+    """Refuses a tensor with a forward-mode derivative, which an array would lose."""
+    if unpack_dual(tensor).tangent is not None:
+        raise errors.ArgumentError(
+            "[keras_dist]",
+            "a tensor without a forward-mode derivative",
+            "one with a tangent, as torch.autograd.forward_ad and torch.func.jvp make them",
+            "Use backward, torch.autograd.grad or torch.func.vjp, or detach the tensor.",
+        )
+
+
 def _resolved(host: torch.Tensor) -> np.ndarray:
     """Returns a conjugate or negative view, or a float8 tensor, as an array."""
     import ml_dtypes
@@ -150,7 +165,8 @@ def _resolved(host: torch.Tensor) -> np.ndarray:
             "[keras_dist]",
             "a dense tensor of a dtype that numpy can hold",
             f"a tensor of {host.dtype} with layout {host.layout} on {host.device}",
-            "Convert it first, for example by to(torch.float32), to_dense() or dequantize().",
+            "Convert it first, for example by to(torch.float32), to_dense() or dequantize(). In "
+            "torch.vmap, and so in torch.func.jacrev, tensors have no values that numpy can read.",
         ) from error
 
 
@@ -176,6 +192,7 @@ def to_array(tensor: torch.Tensor) -> np.ndarray | DeviceArray:
         return to_numpy(tensor)
     if tensor.layout is not torch.strided:
         return to_numpy(tensor)  # which refuses it
+    _check_no_tangent(tensor)
     return _device_array(tensor.detach().contiguous().resolve_conj().resolve_neg())
 
 

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import keras_dist.torch as hvd
 from keras_dist import _gpu, errors
@@ -178,3 +179,29 @@ def test_sampler_resumes_within_an_epoch():
         list(hvd.ElasticSampler(data, shuffle=False))
         == (data * 2)[hvd.rank() : 7 * hvd.size() : hvd.size()]
     )
+
+
+def test_tensors_with_a_forward_mode_derivative_are_refused_on_all_ranks():
+    norm = hvd.SyncBatchNorm(3)
+    calls = [
+        hvd.allreduce,
+        lambda x: hvd.allreduce(x * x.new_ones(3, requires_grad=True)),
+        hvd.allreduce_,
+        lambda x: hvd.grouped_allreduce([x, x]),
+        lambda x: hvd.grouped_allreduce_([x]),
+        lambda x: hvd.synchronize(hvd.allreduce_async(x)),
+        hvd.allgather,
+        lambda x: hvd.alltoall(x.repeat(hvd.size())),
+        hvd.reducescatter,
+        lambda x: hvd.broadcast(x, 0),
+        lambda x: hvd.broadcast_(x, 0),
+        lambda x: norm(x * x.new_ones(2, 1)),
+    ]
+    for call in calls:
+        with forward_ad.dual_level(), pytest.raises(errors.ArgumentError, match="tangent"):
+            call(forward_ad.make_dual(torch.ones(3), torch.ones(3)))
+    with pytest.raises(errors.ArgumentError, match="tangent"):
+        torch.func.jvp(hvd.allreduce, (torch.ones(3),), (torch.ones(3),))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        assert torch.equal(hvd.allreduce(dual.detach()), torch.ones(3))
