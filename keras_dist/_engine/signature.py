@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.compression import Compression, Compressor
 from keras_dist._engine.gradient_sets import GradientSet
@@ -40,9 +42,17 @@ def entries_of(
 ) -> tuple[Entry, ...]:
     """Returns the entries of arrays of some names, shapes and dtypes."""
     return tuple(
-        Entry(name, tuple(shape), str(dtype))
+        Entry(name, tuple(shape), _text_of(dtype))
         for name, (shape, dtype) in zip(names, specs, strict=True)
     )
+
+
+def _text_of(dtype: Any) -> str:
+    """Returns a dtype as text; that of another byte order in words."""
+    orders = {"<": "little", ">": "big"}  # a native one is "="
+    if not isinstance(dtype, np.dtype) or dtype.byteorder not in orders:
+        return str(dtype)
+    return f"{dtype.newbyteorder('=')} in {orders[dtype.byteorder]}-endian byte order"
 
 
 def entries_of_arrays(names: Sequence[str], arrays: Sequence[Any]) -> tuple[Entry, ...]:

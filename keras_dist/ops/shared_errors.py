@@ -34,11 +34,31 @@ def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:  # conversion of a value may raise any error
             # An error of another operation, which all ranks know, may end the wait for this one.
             is_shared = isinstance(error, errors.KerasDistError) and error.is_shared
-            if count() == before and not is_shared:
-                publish(operation.__name__, operation, error, args, kwargs)
-            raise
+            if count() != before or is_shared:
+                raise
+            told = _explained(operation.__name__, args, kwargs, error)
+            publish(operation.__name__, operation, told, args, kwargs)
+            if told is error:
+                raise
+            raise told from error
 
     return called
+
+
+def _explained(what: str, args: Any, kwargs: Any, error: Exception) -> Exception:
+    """Explains an error of a value that is no tensor, such as `None`; returns any other error."""
+    if not isinstance(error, AttributeError):
+        return error
+    first = next(iter((*args, *kwargs.values())), None)
+    several = first if isinstance(first, list | tuple) else [first]
+    kinds = dict.fromkeys(type(value).__name__ for value in several)
+    return errors.ArgumentTypeError(
+        runtime.where(),
+        f"tensors or arrays in {what}",
+        f"{', '.join(kinds)} ({error})",
+        f"Pass tensors of the framework whose functions you call; keras_dist.{what} takes numbers "
+        "and arrays of numpy.",
+    )
 
 
 def publish(

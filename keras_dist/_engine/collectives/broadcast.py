@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist import errors
 from keras_dist._engine.collectives.rendezvous import by_name, raise_on_all, rendezvous
 from keras_dist._engine.collectives.rows import check_numbers
 from keras_dist._engine.communicator import Communicator
@@ -94,7 +95,7 @@ def broadcast_object(comm: Communicator, value: Any, root: int, key: str | None 
     """Returns the root's object on every rank. Collective: every rank; blocks."""
     with raise_on_all(comm, "broadcast_object", key):
         source = comm.index_of_root(root)
-        payload = pickle.dumps(value) if comm.rank == source else b""
+        payload = _pickled(comm, value) if comm.rank == source else b""
     with comm.lock:
         rendezvous(comm, CollectiveSignature("broadcast_object", root=int(root), key=key))
         parts = comm.allgather_bytes(payload)
@@ -108,8 +109,21 @@ def allgather_object(
 ) -> list[Any]:
     """Returns the objects of all ranks, in rank order. Collective: every rank; blocks."""
     with raise_on_all(comm, operation, key):
-        payload = pickle.dumps(value)
+        payload = _pickled(comm, value)
     with comm.lock:
         rendezvous(comm, CollectiveSignature(operation, key=key))
         parts = comm.allgather_bytes(payload)
     return [pickle.loads(part.tobytes()) for part in parts]
+
+
+def _pickled(comm: Communicator, value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # of a user's class
+        raise errors.ArgumentError(
+            comm.where(),
+            "an object that can be pickled",
+            f"{type(value).__name__} ({type(error).__name__}: {error})",
+            "A lambda, and what is defined within a function, cannot: define functions and "
+            "classes at the top level of a module.",
+        ) from error

@@ -181,6 +181,18 @@ def test_sampler_resumes_within_an_epoch():
     )
 
 
+def test_values_that_are_no_tensors_are_refused_on_all_ranks():
+    odd, one = hvd.rank() == hvd.size() - 1, torch.ones(1)
+    for value in None, "text", [1.0], np.ones(1), 1.0:
+        for call in hvd.allreduce, hvd.allgather, hvd.alltoall, lambda x: hvd.broadcast(x, 0):
+            with pytest.raises(errors.ArgumentTypeError, match="tensors or arrays in ") as caught:
+                call(value if odd else one)
+            assert f"Received: {type(value).__name__} (" in str(caught.value) or value == [1.0]
+    with pytest.raises(errors.ArgumentTypeError, match=r"Received: Tensor, NoneType \("):
+        hvd.grouped_allreduce([one, None if odd else one])
+    assert hvd.allreduce(one, op=hvd.Sum) == hvd.size()
+
+
 def test_tensors_with_a_forward_mode_derivative_are_refused_on_all_ranks():
     norm = hvd.SyncBatchNorm(3)
     calls = [

@@ -148,6 +148,9 @@ OPERATIONS = {
     "broadcast_: read only": lambda: kd.broadcast_(np.broadcast_to(ONES, (2, 4))),
     "broadcast_: objects": lambda: kd.broadcast_([np.array([None])]),
     "broadcast_: root_rank": lambda: kd.broadcast_([], 2),
+    "broadcast_: byte orders that differ": lambda: kd.broadcast_(
+        [np.ones(3, ["<f4", ">f4"][RANK])]
+    ),
     "broadcast_: shapes that differ": lambda: kd.broadcast_([np.ones(3 + RANK)], 0, "w"),
     "broadcast_: root ranks that differ": lambda: kd.broadcast_([np.ones(3)], RANK),
     "broadcast_object: root_rank": lambda: kd.broadcast_object(1, -1),
