@@ -21,6 +21,7 @@ from keras_dist._compat.torch import weak_tensor_keys, writes_to
 # A smaller table is faster reduced whole, with others; so is one of which a batch fills much.
 LEAST_NBYTES = 2**20
 FEW = 16  # a batch looks up at most a sixteenth as many rows as there are
+BY_ROWS = "_keras_dist_by_rows"  # attribute of the patched function
 
 _step = threading.local()
 
@@ -45,12 +46,15 @@ def embeddings_by_rows() -> Iterator[None]:
     """Returns a context in which lookups in large tables have gradients of rows."""
     functional, before = torch.nn.functional, _is_in_step()
     original, _step.is_on = functional.embedding, True
-    if not before:
+    patches = BY_ROWS not in vars(original)  # no step around this one has, nor one of a thread
+    if patches:
         functional.embedding = _by_rows(original)
     try:
         yield
     finally:
-        functional.embedding, _step.is_on = original, before
+        _step.is_on = before
+        if patches:
+            functional.embedding = original
 
 
 @functools.lru_cache(1)
@@ -67,6 +71,7 @@ def _by_rows(embedding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
                 return embedding(indices, weight, sparse=tables[weight] is not None)
         return embedding(*args, **options)
 
+    vars(look_up)[BY_ROWS] = True
     return look_up
 
 

@@ -42,7 +42,8 @@ def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runs = ((batch, _updated(twin, start, batch)) for batch in _batches(metric))
-        tried = list(itertools.islice((run for run in runs if run[1] is not None), BATCHES))
+        valid = ((batch, state) for batch, state in runs if state is not None)
+        tried = list(itertools.islice(valid, BATCHES))
         constants = _constants(twin, start, [state for _, state in tried])
         for place in constants:  # other variables may depend on them
             start[place] = np.array(to_numpy(every[place]))
@@ -170,10 +171,11 @@ def _behaviour(
     if len(common) == 1:
         return common.pop()
     value = reset[place]
-    if common and value is None:
-        raise UnmergeableMetric(f"{variable.name}, which reset_state computes from states")
-    if common and np.isfinite(value).all():
-        return "sum"  # no batch changes it
+    if common:
+        if value is None:
+            raise UnmergeableMetric(f"{variable.name}, which reset_state computes from states")
+        if np.isfinite(value).all():
+            return "sum"  # no batch changes it
     raise UnmergeableMetric(f"{variable.name}, which is no sum, maximum or minimum")
 
 

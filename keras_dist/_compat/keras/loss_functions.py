@@ -62,12 +62,12 @@ def of_parts(loss: Any, y_true: Any, y_pred: Any) -> str:
     rng, halves = np.random.default_rng(0), (slice(ROWS // 2), slice(ROWS // 2, None))
     try:
         with keras.StatelessScope(), _eagerly():
+            drawn = [
+                (rng.integers(0, 2, _small_shape(y_true)), y_true.dtype),
+                (rng.uniform(0.1, 0.9, _small_shape(y_pred)), y_pred.dtype),
+            ]
             targets, outputs = (
-                ops.convert_to_tensor(draw(_small_shape(like)).astype("float32"), like.dtype)
-                for draw, like in (
-                    (lambda shape: rng.integers(0, 2, shape), y_true),
-                    (lambda shape: rng.uniform(0.1, 0.9, shape), y_pred),
-                )
+                ops.convert_to_tensor(array.astype("float32"), dtype) for array, dtype in drawn
             )
             whole, *parts = (
                 float(ops.convert_to_numpy(function(targets[rows], outputs[rows])))
