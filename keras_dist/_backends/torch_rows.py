@@ -67,7 +67,9 @@ def _by_rows(embedding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
             if _is_in_step() and type(weight) is torch.nn.Parameter and weight.requires_grad:
                 tables = _tables()
                 if weight not in tables:  # steps stay alike, so that buckets overlap
-                    tables[weight] = Table(weight.shape) if _has_few(indices, weight) else None
+                    tables[weight] = None
+                    if _has_few(indices, weight):
+                        tables[weight] = TableMemory(weight.shape)
                 return embedding(indices, weight, sparse=tables[weight] is not None)
         return embedding(*args, **options)
 
@@ -75,7 +77,7 @@ def _by_rows(embedding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return look_up
 
 
-class Table:
+class TableMemory:
     """Memory for a gradient of which a step fills few rows."""
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -106,9 +108,9 @@ class Table:
         return self._given
 
 
-def table_of(parameter: torch.Tensor) -> Table | None:
+def table_of(parameter: torch.Tensor) -> TableMemory | None:
     """Returns the memory of a gradient that a train step gives as rows; `None` for others."""
-    found: Table | None = _tables().get(parameter)
+    found: TableMemory | None = _tables().get(parameter)
     return found
 
 

@@ -90,6 +90,7 @@ def test_ranks_report_as_one(run_tests):
     assert "'KERAS_DIST_VERBOSE': 'left'" in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "printed"),
     [
@@ -155,7 +156,6 @@ def test_ranks_report_as_one(run_tests):
                 if rank == 1:
                     pytest.exit("enough")
 
-@pytest.mark.slow
             def test_next():
                 pass
             """,

@@ -8,10 +8,10 @@ from small_training import BATCH, STEPS, assert_close, fit_rows, rows_of_rank, w
 import keras_dist
 from keras_dist import runtime
 
-pytestmark = pytest.mark.jobs(
-    *("jax-2", "jax-3", "torch-2", "torch-3"),
-    *("nodes-2x2", "nodes-2+1", "nodes-4x1", "nodes-torch-2"),
-)
+pytestmark = [
+    pytest.mark.jobs("jax-2", "jax-3", "torch-2", "torch-3"),
+    pytest.mark.jobs("nodes-2x2", "nodes-2+1", "nodes-4x1", "nodes-torch-2"),
+]
 
 WORDS = 20_000
 
@@ -102,14 +102,14 @@ def test_what_is_no_plain_lookup_trains_as_in_one_process(rows_travelled, monkey
 
 @pytest.mark.skipif(not is_torch(), reason="of torch's tables")
 def test_a_table_that_is_held_or_written_to_stays_out_of_the_next():
-    from keras_dist._backends.torch_rows import Table
+    from keras_dist._backends.torch_rows import TableMemory
 
     def whole(indices):
         table = np.zeros((9, 2), np.float32)
         table[indices] = 1
         return table
 
-    table, held = Table((9, 2)), []
+    table, held = TableMemory((9, 2)), []
     for step, (indices, act) in enumerate(
         [([1, 2], None), ([3], "hold"), ([4, 5], "write"), ([1], None)]
     ):
