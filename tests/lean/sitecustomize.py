@@ -83,6 +83,15 @@ class Finder(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 
+# Keras imports kernels for TPUs, and JAX solvers of SciPy for sparse matrices: a quarter of the
+# time in which both are imported. They have no modules, so that each use of them fails.
+kernels = {"splash_attention_kernel": None, "splash_attention_mask": None}
+for name, contents in (
+    ("jax.experimental.pallas.ops.tpu.splash_attention", kernels),
+    ("jax.experimental.sparse.linalg", {}),
+):
+    sys.modules[name] = types.SimpleNamespace(**contents)
+
 
 @atexit.register  # registered first, so it is called last
 def leave_garbage():
