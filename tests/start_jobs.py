@@ -124,7 +124,8 @@ def wait_for(condition, seconds=HANG_SECONDS):
             return True
         if asked > end:
             return False
-        time.sleep(0.02 + 9 * (time.monotonic() - asked))  # the answer may take a process
+        # The answer may take a process, which leaves most of the time to the others.
+        time.sleep(min(0.02 + 9 * (time.monotonic() - asked), 1))
 
 
 def pids(folder):
