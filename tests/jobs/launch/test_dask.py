@@ -2,7 +2,7 @@
 
 import distributed
 import pytest
-from cluster_training import ENVIRONMENT, train
+from cluster_training import ENVIRONMENT, join, join_and_fail, train
 from start_jobs import launcher
 
 import keras_dist.dask
@@ -34,7 +34,7 @@ def test_a_function_trains_on_the_workers(client):
 def test_a_lost_rank_is_an_error_and_the_workers_stay(client, end):
     before = set(client.scheduler_info()["workers"])
     with pytest.raises(errors.RankError) as caught:
-        keras_dist.dask.run(train, (end,), client=client, env=ENVIRONMENT)
+        keras_dist.dask.run(join_and_fail, (end,), client=client, env=ENVIRONMENT)
     if end == "raises":
         assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
     else:
@@ -44,15 +44,15 @@ def test_a_lost_rank_is_an_error_and_the_workers_stay(client, end):
 
 def test_a_worker_that_dies_is_an_error(client):
     with pytest.raises(errors.RankError, match="rank 1 of 2"):
-        keras_dist.dask.run(train, ("loses its worker",), client=client, env=ENVIRONMENT)
+        keras_dist.dask.run(join_and_fail, ("loses its worker",), client=client, env=ENVIRONMENT)
     client.wait_for_workers(2)
 
 
 def test_a_rank_that_cannot_join_says_why(client):
     with pytest.raises(errors.RankError, match="not a rank yet"):
-        keras_dist.dask.run(train, client=client, env={"PMI_SIZE": "2"})
+        keras_dist.dask.run(join, client=client, env={"PMI_SIZE": "2"})
 
 
 def test_too_few_workers(client):
     with pytest.raises(errors.ArgumentError, match="3 workers or more"):
-        keras_dist.dask.run(train, np=3, client=client)
+        keras_dist.dask.run(join, np=3, client=client)

@@ -2,10 +2,11 @@
 
 import os
 import pathlib
-import re
 import time
 
+import cluster_training
 import pytest
+from cluster_training import fail, join, join_and_fail
 from start_jobs import HANG_SECONDS, launcher
 
 from keras_dist import errors
@@ -20,36 +21,26 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(len(launcher()) > 1, reason="needs MPICH"),
 ]
-ray.cloudpickle.register_pickle_by_value(__import__(__name__))
+for module in (cluster_training, __import__(__name__)):
+    ray.cloudpickle.register_pickle_by_value(module)
 
 TORCH = {"KERAS_BACKEND": "torch"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # By default all that runs beside these tests comes before their ranks.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
     yield
     ray.shutdown()
 
 
 class Member:
-    """A rank without a framework."""
-
     def __init__(self, start):
+        join()
         import keras_dist
-        from keras_dist import _backends
 
-        class Nothing:
-            name = "nothing"
-
-            def pin_device(*args): ...
-            def gpu_number(): ...
-            def limit_threads(*args, **kwargs): ...
-            def finish_calls(): ...
-
-        _backends.active = lambda: Nothing
-        keras_dist.init()
         self.value = start + keras_dist.rank()
 
 
@@ -60,17 +51,6 @@ def ranks_and_sum():
 
     total = keras_dist.allreduce(np.ones(3), op=keras_dist.Sum)
     return keras_dist.rank(), keras_dist.size(), total.tolist()
-
-
-def fails(end):
-    import keras_dist
-
-    if keras_dist.rank() == 0:
-        keras_dist.barrier()
-    elif end == "raises":
-        raise ValueError("broken on purpose")
-    elif end == "is killed":
-        os.kill(os.getpid(), 9)
 
 
 def test_ranks_stay_between_calls_and_a_lost_one_is_an_error():
@@ -85,7 +65,7 @@ def test_ranks_stay_between_calls_and_a_lost_one_is_an_error():
     assert executor.execute_single(lambda member: member.value) == 10
     for end in ("raises", "is killed", "returns"):
         with pytest.raises(errors.RankError) as caught:
-            executor.run(fails, (end,))
+            executor.run(fail, (end,))
         if end == "returns":
             assert "end of the function" in str(caught.value) and "barrier" in str(caught.value)
         else:
@@ -135,40 +115,41 @@ def train(config):
     import keras_dist
     import keras_dist.ray
 
-    class End(keras.callbacks.Callback):
+    class KillOnce(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
-            if epoch != 2 or keras_dist.rank() != 1 or os.path.exists(config["mark"]):
-                return
-            with open(config["mark"], "w"):
-                pass
-            if config["end"] == "is killed":
+            if epoch == 2 and keras_dist.rank() == 1 and not os.path.exists(config["mark"]):
+                pathlib.Path(config["mark"]).touch()
                 os.kill(os.getpid(), 9)
-            raise ValueError("broken on purpose")
 
     keras_dist.init()
-    keras.utils.set_random_seed(0)
-    x = np.random.default_rng(0).standard_normal((64, 4)).astype("float32")
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
-    data = keras_dist.data.shard((x, x.sum(1, keepdims=True)), batch_size=8)
+
+    def fit(*callbacks):
+        keras.utils.set_random_seed(0)
+        x = np.random.default_rng(0).standard_normal((64, 4)).astype("float32")
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+        data = keras_dist.data.shard((x, x.sum(1, keepdims=True)), batch_size=8)
+        ours = keras_dist.callbacks(*callbacks)
+        history = model.fit(data, epochs=4, verbose=0, callbacks=ours).history
+        return model.get_weights()[0].tolist(), history["loss"][-1]
+
     backup = keras_dist.callbacks.BackupAndRestore("state/backup")
-    report = keras_dist.ray.ReportCallback("state")
-    model.fit(data, epochs=4, verbose=0, callbacks=keras_dist.callbacks(backup, report, End()))
+    resumed = fit(backup, keras_dist.ray.ReportCallback("state"), KillOnce())
     context = ray.train.get_context()
     ranks = keras_dist.rank(), keras_dist.size()
     assert ranks == (context.get_world_rank(), context.get_world_size())
-    return model.get_weights()[0].tolist()
+    return resumed, fit()
 
 
-def fit(folder, end, failures=0, function=train, env=TORCH):
+def run_trainer(function, folder, failures=0, **config):
     trainer = keras_dist.ray.KerasTrainer(
         function,
-        train_loop_config={"end": end, "mark": str(folder / f"mark-{end}")},
+        train_loop_config=config,
         keras_config=keras_dist.ray.KerasConfig(timeout=HANG_SECONDS),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
             storage_path=str(folder),
-            worker_runtime_env={"env_vars": env},
+            worker_runtime_env={"env_vars": {**TORCH, **config.get("env", {})}},
             failure_config=ray.train.FailureConfig(max_failures=failures),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
         ),
@@ -177,38 +158,30 @@ def fit(folder, end, failures=0, function=train, env=TORCH):
 
 
 def test_ray_starts_lost_workers_again_from_the_checkpoint(tmp_path):
-    (tmp_path / "mark-returns").touch()
-    whole, resumed = fit(tmp_path, "returns"), fit(tmp_path, "is killed", failures=1)
-    for result in (whole, resumed):
-        assert result.metrics["epoch"] == 4 and result.metrics["loss"] > 0
-        assert len(result.best_checkpoints) == 2
-        with result.checkpoint.as_directory() as folder:
-            found = format.newest_first(pathlib.Path(folder) / "backup")
-            assert len(found) == 2 and not any(format.find_damage(format.read(p)) for p in found)
-    assert whole.return_value == resumed.return_value
-    assert whole.metrics["loss"] == resumed.metrics["loss"]
+    result = run_trainer(train, tmp_path, failures=1, mark=str(tmp_path / "mark"))
+    assert (tmp_path / "mark").exists()
+    assert result.metrics["epoch"] == 4 and len(result.best_checkpoints) == 2
+    with result.checkpoint.as_directory() as folder:
+        found = format.newest_first(pathlib.Path(folder) / "backup")
+        assert len(found) == 2 and not any(format.find_damage(format.read(p)) for p in found)
+    resumed, uninterrupted = result.return_value
+    assert resumed == uninterrupted
+    assert result.metrics["loss"] == uninterrupted[1] > 0
 
 
-def test_an_error_of_a_rank_is_that_of_its_worker(tmp_path):
+@pytest.mark.parametrize(
+    ("end", "env", "kind", "reason"),
+    [
+        ("raises", {}, ValueError, "broken on purpose"),
+        ("returns", {}, errors.MismatchError, "Expected barrier"),
+        ("returns", {"PMI_SIZE": "2"}, errors.LaunchError, "a process that is not a rank yet"),
+    ],
+    ids=["raises", "returns early", "cannot join"],
+)
+def test_an_error_of_a_worker_is_passed_on(tmp_path, end, env, kind, reason):
     with pytest.raises(ray.train.WorkerGroupError) as caught:
-        fit(tmp_path, "raises")
-    assert isinstance(caught.value.worker_failures[1], ValueError)
-
-
-def returns_early(config):
-    Member(0)
-    fails("returns")
-
-
-def test_a_rank_that_ends_while_others_wait_is_an_error(tmp_path):
-    with pytest.raises(ray.train.WorkerGroupError) as caught:
-        fit(tmp_path, "returns", function=returns_early)
-    found = caught.value.worker_failures.values()
-    assert any(isinstance(error, errors.MismatchError) for error in found)
-
-
-def test_a_worker_that_cannot_join_says_why(tmp_path):
-    with pytest.raises(ray.train.WorkerGroupError) as caught:
-        fit(tmp_path, "returns", function=returns_early, env={**TORCH, "PMI_SIZE": "2"})
-    found = map(str, caught.value.worker_failures.values())  # of the first worker that failed
-    assert any(re.search("a process that is not a rank yet", error) for error in found)
+        run_trainer(lambda config: join_and_fail(config["end"]), tmp_path, end=end, env=env)
+    found = caught.value.worker_failures  # of the first worker that failed, or of both
+    assert any(isinstance(error, kind) and reason in str(error) for error in found.values())
+    if end == "raises":
+        assert isinstance(found[1], ValueError)

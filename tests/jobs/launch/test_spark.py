@@ -10,7 +10,7 @@ from unittest import mock
 import cloudpickle
 import cluster_training
 import pytest
-from cluster_training import ENVIRONMENT, train
+from cluster_training import ENVIRONMENT, join, join_and_fail, train
 from start_jobs import launcher
 
 from keras_dist import errors
@@ -66,14 +66,14 @@ def test_a_function_trains_on_the_executors(monkeypatch):
 @pytest.mark.parametrize("end", ["raises", "loses its worker"])
 def test_a_lost_rank_is_an_error_and_the_session_stays(session, end):
     with pytest.raises(errors.RankError, match="rank 1 of 2") as caught:
-        keras_dist.spark.run(train, (end,), env=ENVIRONMENT)
+        keras_dist.spark.run(join_and_fail, (end,), env=ENVIRONMENT)
     assert (end == "raises") == isinstance(caught.value.__cause__, ValueError)
     assert session.sparkContext.parallelize([1, 2], 2).sum() == 3
 
 
 def test_ranks_that_do_not_come_are_named(session):
     with pytest.raises(errors.RankError, match=r"rank 0, 1, 2 of 3.* to join within 3 s"):
-        keras_dist.spark.run(train, num_proc=3, start_timeout=3, env=ENVIRONMENT)
+        keras_dist.spark.run(join, num_proc=3, start_timeout=3, env=ENVIRONMENT)
     assert session.sparkContext.parallelize([1, 2], 2).sum() == 3
 
 
@@ -86,4 +86,4 @@ def test_the_session_of_another_thread_is_found(session):
 def test_without_a_session(session):
     session.stop()
     with pytest.raises(errors.LaunchError, match="a Spark session"):
-        keras_dist.spark.run(train)
+        keras_dist.spark.run(join)
