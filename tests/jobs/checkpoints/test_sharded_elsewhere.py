@@ -4,7 +4,7 @@ import pytest
 from start_jobs import SCRIPTS, lean, told
 
 # Each backend goes on from each other; tests on ranks load on the backend that has saved.
-JOBS = "jax 4, torch 3, tensorflow 1, jax 3, tensorflow 2, torch 2, jax 1".split(", ")
+JOBS = "jax 3, torch 2, tensorflow 1, jax 2, tensorflow 2, torch 3, jax 1".split(", ")
 
 
 @pytest.mark.slow
