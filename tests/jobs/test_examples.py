@@ -113,13 +113,13 @@ def test_counts_of_the_synthetic_benchmarks_are_1_or_more(monkeypatch, capsys, o
 
 def test_mnist_in_torch(run_ranks, tmp_path):
     options = (
-        "--epochs 5 --batch_size 16 --lr 0.1 --device cpu --num_inter 1 --num_intra 1 --seed 1 "
+        "--epochs 2 --batch_size 16 --lr 0.1 --device cpu --num_inter 1 --num_intra 1 --seed 1 "
         "--momentum 0.5 --warmup_epochs 1 --log-interval 100 --fp16-allreduce "
         f"--data {tmp_path / 'none.npz'}"
     ).split()
     job = run_ranks(2, MNIST / "train_torch.py", *options, env=lean("sklearn", **WITHOUT_KERAS))
     line = rf"Trained on scikit-learn's digits with 2 ranks: [\d,]+ images/s in total, {RIGHT}"
-    assert accuracy(job, line, epochs=5) > 60
+    assert accuracy(job, line) > 25
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def test_gan(run_ranks, backend):
 def test_hdf5():
     program = [sys.executable, EXAMPLES / "hdf5" / "train.py"]
     options = ("--size", "0.004", "--batch-size", "64")
-    job = keras_dist("run", "-np", 2, *program, *options, env=lean())
+    job = keras_dist("run", "-np", 2, *program, *options, env=lean(KERAS_BACKEND="torch"))
     told(job, "All ways have read the same rows.*")
     number = r" +[\d,]+ \|"
     lines = re.findall(rf"^([a-zA-Z -]+) +\|{number}{number} (\d+\.\d+)$", job.stdout, re.MULTILINE)
@@ -149,12 +149,12 @@ def test_hdf5():
 
 @pytest.mark.slow
 def test_a_model_on_several_ranks(run_ranks):
-    jax = lean(KERAS_BACKEND="jax")  # which starts fastest
+    jax, torch = (lean(KERAS_BACKEND=backend) for backend in ("jax", "torch"))
     products = run_ranks(3, EXAMPLES / "model_parallel" / "products.py", env=jax)
     told(products, r"Weights found by 3 ranks: 1\.000 2\.000 3\.000")
     # 4 of 1024 are left, too few to split.
     options = "--epochs 2 --batch-size 60 --micro-batches 5 --lr 0.03".split()
-    mlp = run_ranks(2, EXAMPLES / "model_parallel" / "mlp.py", *options, env=jax)
+    mlp = run_ranks(2, EXAMPLES / "model_parallel" / "mlp.py", *options, env=torch)
     said = told(mlp, r"Trained 1 pipeline of 2 stages: (\d+\.\d)% right\.")
     assert float(said[1]) > 90
 
@@ -162,7 +162,8 @@ def test_a_model_on_several_ranks(run_ranks):
 @pytest.mark.slow
 def test_imagenet_style():
     program = [sys.executable, EXAMPLES / "imagenet_style" / "train.py"]
-    job = keras_dist("run", "-np", 2, *program, "--smoke", env=lean())
+    environment = lean("tensorflow", KERAS_BACKEND="torch")  # which traces nothing
+    job = keras_dist("run", "-np", 2, *program, "--smoke", env=environment)
     said = told(
         job,
         r"Trained ResNet-50 on 64 images of 4 classes with 2 ranks, loss \d+\.\d+: "
