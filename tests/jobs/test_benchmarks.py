@@ -104,7 +104,8 @@ def test_a_python_without_the_simulator_is_refused(tmp_path):
 @pytest.mark.slow
 def test_the_picture_is_drawn_and_ranks_have_the_loss_of_one_process(tmp_path):
     pytest.importorskip("sklearn")
-    environment = lean("matplotlib", "sklearn", PYTHONPATH=str(FOLDER.parent))
+    variables = {"KERAS_BACKEND": "torch", "PYTHONPATH": str(FOLDER.parent)}
+    environment = lean("matplotlib", "sklearn", **variables)
     options = ["--quick", "--backends", "torch", "--output", tmp_path]
     job = run([sys.executable, FOLDER / "picture.py", *options], env=environment)
     assert re.search(r"a loss on several ranks to one process .* passed \|$", job.stdout, re.M)
