@@ -156,10 +156,12 @@ def test_several_ranks_without_mpi_are_refused():
 
 
 @pytest.mark.parametrize("way", ["copy", "mpi"])
-def test_ranks_with_process_sets_end_well(run_ranks, way):
+def test_ranks_with_process_sets_and_other_threads_end_well(run_ranks, way):
     text = """
-import time
+import os, time
 from keras_dist.runtime.process_sets import ProcessSet
+if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+    os.environ["KERAS_DIST_THREADS"] = "1"
 runtime.init(process_sets=[ProcessSet([0, 1]), ProcessSet([1, 2])])
 time.sleep(runtime.rank() * 0.3)
 """
@@ -203,18 +205,6 @@ for turn in range(20):
     for way in ("copy", "mpi"):
         job = run_ranks(3, *script(text)[1:], env={**os.environ, "KERAS_DIST_REDUCE": way})
         assert (job.returncode, job.stdout) == (0, "")
-
-
-def test_ranks_that_end_at_different_times_and_have_other_threads_end_well(run_ranks):
-    text = """
-import os, time
-if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    os.environ["KERAS_DIST_THREADS"] = "1"
-runtime.init()
-time.sleep(runtime.rank() * 0.3)
-"""
-    job = run_ranks(3, *script(text)[1:])
-    assert (job.returncode, job.stdout) == (0, "")
 
 
 # --- Queued operations
