@@ -19,19 +19,15 @@ def test_an_elastic_training_goes_on(ulfm_job):
     "training resumes from the previous one, with a warning; then an error on every rank",
     within=30,
 )
-def test_a_damaged_state_is_noticed(job, tmp_path):
-    printed = job(2, "elastic_states.py", "damaged", FOLDER=tmp_path / "state").succeeded()
-    assert printed.count("a checkpoint is damaged: ") == 1
-
-
 @pytest.mark.fault(
     "the disk is full while an elastic state is committed, then its directory is removed",
     "training continues with a warning each time; earlier files stay, and no partial file is left",
     within=30,
 )
-def test_a_commit_without_room(job, tmp_path):
+def test_disks_that_fail(job, tmp_path):
     # A file size limit fails writes as a full disk does, and needs no privileges.
-    printed = job(2, "elastic_states.py", "no_room", FOLDER=tmp_path / "state").succeeded()
+    printed = job(2, "elastic_states.py", "on_disks_that_fail", tmp_path / "states").succeeded()
+    assert printed.count("a checkpoint is damaged: ") == 1
     lines = [line for line in printed.splitlines() if "Training continues" in line]
     assert ["File too large" in line for line in lines] == [True, True, False]
 

@@ -40,17 +40,13 @@ def test_a_spawned_child_is_no_rank(job):
     "they run in sequence, with correct results",
     within=20,
 )
-def test_threads_stand_in_line(job):
-    assert_fine(job(2, "forks.py", "threads"), 2)
-
-
 @pytest.mark.fault(
     "several `init` and `shutdown`, with the end of the script in any of these states",
     "the job succeeds",
     within=20,
 )
 @pytest.mark.parametrize("last", ["init", "shutdown"])
-def test_init_and_shutdown_in_turn(job, last):
+def test_threads_stand_in_line_between_init_and_shutdown(job, last):
     assert_fine(job(2, "forks.py", "init_and_shutdown", last), 2)
 
 

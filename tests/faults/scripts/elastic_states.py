@@ -11,8 +11,6 @@ from keras_dist import elastic, ops
 from keras_dist.errors import CheckpointError
 from keras_dist.resume.format import REMEDY, newest_first
 
-folder = Path(os.environ.get("FOLDER", ""))
-
 
 def without_a_rank() -> None:
     runtime.init()
@@ -61,7 +59,7 @@ def restarted(directory: str) -> None:
     assert (state.step, state.sizes) == (4, [1, 1, 2, 2]), vars(state)  # one was not committed
 
 
-def started_anew() -> Any:
+def started_anew(folder: Path) -> Any:
     state = elastic.ObjectState(directory=folder, epoch=0)
     state.sync()
     return state
@@ -73,34 +71,32 @@ def damage(paths: list[Path]) -> None:
     ops.barrier()
 
 
-def committed() -> Any:
+def committed(folder: Path) -> Any:
     """Returns a state that has been committed twice."""
-    runtime.init()
-    state = started_anew()
+    state = started_anew(folder)
     for state.epoch in (1, 2):
         state.commit()
-    fault()
     return state
 
 
-def damaged() -> None:
-    committed()
+def damaged(folder: Path) -> None:
+    committed(folder)
     whole = newest_first(folder)[1]
     ops.barrier()
     damage(newest_first(folder)[:1])
-    state = started_anew()
+    state = started_anew(folder)
     assert state.epoch == 1
     state.commit()
     assert whole in newest_first(folder)
     ops.barrier()
     damage(newest_first(folder))
-    text = expect(CheckpointError, started_anew)
+    text = expect(CheckpointError, started_anew, folder)
     assert "an undamaged generation in" in text, text
     assert REMEDY in text, text
 
 
-def no_room() -> None:
-    state = committed()
+def no_room(folder: Path) -> None:
+    state = committed(folder)
 
     def names() -> set[str]:
         return {path.name for path in folder.iterdir()}
@@ -115,10 +111,10 @@ def no_room() -> None:
     state.restore()  # memory has room
     assert state.epoch == 4
     assert names() == before and len(before) == 4, (before, names())
-    assert started_anew().epoch == 2
+    assert started_anew(folder).epoch == 2
     state.epoch = 5
     state.commit()
-    assert started_anew().epoch == 5 and len(names()) == 4
+    assert started_anew(folder).epoch == 5 and len(names()) == 4
     ops.barrier()
     if runtime.rank() == 0:
         folder.rename(folder.with_name("lost"))
@@ -128,6 +124,13 @@ def no_room() -> None:
     nowhere = elastic.ObjectState(directory=folder / "no", epoch=0)
     text = expect(CheckpointError, nowhere.commit)
     assert "Make room on its disk, or name another directory." in text, text
+
+
+def on_disks_that_fail(directory: str) -> None:
+    runtime.init()
+    fault()
+    for fail in damaged, no_room:
+        fail(Path(directory, fail.__name__))
 
 
 run(globals())
