@@ -1,5 +1,6 @@
 """Ranks in the workers of a real Ray cluster on this host."""
 
+import builtins
 import os
 import pathlib
 import time
@@ -29,11 +30,16 @@ TORCH = {"KERAS_BACKEND": "torch"}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    # By default all that runs beside these tests comes before their ranks.
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # By default all that runs beside these tests comes before their ranks.
+        patch.setenv("RAY_worker_niceness", "0")
+        patch.setattr(builtins, "print", print)  # Ray replaces it, also for later tests
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000
+        )
+        yield
+        ray.shutdown()
 
 
 class Member:
