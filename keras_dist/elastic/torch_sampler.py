@@ -34,11 +34,11 @@ class ElasticSampler(torch.utils.data.Sampler):
     dataset, epochs = torch.arange(100), 2
     sampler = hvd.ElasticSampler(dataset)
     loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
+    for epoch in range(sampler.epoch, epochs):
         for number, batch in enumerate(loader):
             train_step(batch)
             sampler.record_batch(number, 32)
+        sampler.set_epoch(epoch + 1)
     ```
     """
 
@@ -52,6 +52,9 @@ class ElasticSampler(torch.utils.data.Sampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Starts an epoch, without processed samples.
+
+        Call it at the end of the epoch before: at the start of an epoch it would drop the processed
+        samples that `load_state_dict` has restored.
 
         Args:
             epoch: number of the epoch, which determines the order of the samples.
