@@ -137,6 +137,10 @@ class Backend(Protocol):
         """Calls a function as it is where the framework compiles the Python code of its caller."""
         return function()
 
+    def eagerly(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which operations run at once, also where a step is traced."""
+        return contextlib.nullcontext()
+
     def call_host(
         self,
         function: Callable[..., Sequence[np.ndarray]],

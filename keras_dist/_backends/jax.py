@@ -266,6 +266,9 @@ class Jax(Backend):
         )
         return differentiable(tensor)
 
+    def eagerly(self) -> contextlib.AbstractContextManager[None]:
+        return jax.ensure_compile_time_eval()
+
     def call_host(
         self,
         function: Callable[..., Sequence[np.ndarray]],

@@ -259,6 +259,9 @@ class TensorFlow(Backend):
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
         return tf.autograph.experimental.do_not_convert(function)()
 
+    def eagerly(self) -> contextlib.AbstractContextManager[None]:
+        return tf.init_scope()
+
     def call_host(
         self,
         function: Callable[..., Sequence[np.ndarray]],

@@ -31,11 +31,6 @@ def restrict_to_device(platform: str, device: int) -> None:
     jax.config.update(f"jax_{platform}_visible_devices", str(device))
 
 
-def eagerly() -> Any:
-    """Returns a context in which operations run at once, also where a program is traced."""
-    return jax.ensure_compile_time_eval()
-
-
 def abstract_of(leaf: Any) -> Any:
     """Returns shape, dtype and weak type of an array, which determine how a function is traced."""
     array = jax.api_util.shaped_abstractify(leaf)

@@ -26,11 +26,6 @@ def eager_tensor(array: Any, device: str | None) -> Any:
     return _eager_class()(array, device, None)
 
 
-def eagerly() -> Any:
-    """Returns a context in which operations run at once, also where a graph is traced."""
-    return tf.init_scope()
-
-
 def has_known_shape(function: Callable[..., Any], *arguments: Any) -> bool:
     """Returns whether the shape of a result depends on the shapes of its arguments alone.
 

@@ -79,15 +79,21 @@ def in_order(
     rows: list[np.ndarray], order: np.ndarray, root_only: bool, process_set: ProcessSet | None
 ) -> list[np.ndarray] | None:
     """Returns the rows of all ranks in an order: new arrays. Collective; `root_only`: on rank 0."""
-    if not root_only:
+    is_text = [leaf.dtype.kind in "OSU" for leaf in rows]
+    if not root_only and not any(is_text):
         return [whole[order] for whole in ops.grouped_allgather(rows, process_set=process_set)]
     comm, found = runtime.communicator(process_set), []
-    for leaf in rows:
+    for leaf, text in zip(rows, is_text, strict=True):
+        if text or not root_only:
+            gather = ops.allgather_object if text else ops.allgather
+            whole = gather(leaf, process_set=process_set)
+            found.append((np.concatenate(whole) if text else whole)[order])
+            continue
         to_root = [len(leaf)] + [0] * (comm.size - 1)
         whole, _ = ops.alltoall(leaf, to_root, process_set=process_set)
         found.append(whole[order] if comm.rank == 0 else whole)
         del whole
-    return found if comm.rank == 0 else None
+    return found if comm.rank == 0 or not root_only else None
 
 
 def indices_of(data: Any) -> np.ndarray:

@@ -22,6 +22,7 @@ from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.losses import Measured, own_losses, replaced_losses
 from keras_dist.runtime.process_sets import ProcessSet
 from keras_dist.training.gradient_reduction import GradientReduction
+from keras_dist.training.loss_trials import as_tried
 from keras_dist.training.rank_exchanges import allreduce, reduce_over_ranks
 
 LOSSES = "the losses of a step"
@@ -129,6 +130,7 @@ def with_rows(rows: Any) -> Iterator[None]:
 def _over_ranks(own: Sequence[Measured]) -> list[Any]:
     """Returns losses of all ranks, with the gradients of this rank that the ranks reduce."""
     step, uncompiled = _thread.steps[-1], _backends.active().call_uncompiled
+    own = uncompiled(functools.partial(list, map(as_tried, own)))
     for loss in own:
         if loss.of_whole_batch:
             _warn_of_whole_batch(loss.of_whole_batch)

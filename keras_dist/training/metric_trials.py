@@ -24,6 +24,7 @@ MOST_ELEMENTS = 2**18  # of a sample that a function is tried on
 SHIFTS = (0, -1000, 2, 1000)  # of a state after a reset
 # Of variables before a reset: in the marks none has the value of another one.
 ZEROS, MARKS = itertools.repeat(0), range(2, 2**15)
+OF_BATCH = "sum of numbers of batches"  # or the trial is not what the metric was made for
 
 
 class UnmergeableMetric(Exception):
@@ -35,7 +36,7 @@ def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[s
 
     A sum over batches is a `"mean"`: each rank has a part of each batch.
     """
-    twin = _twin(metric, {})
+    asked, twin = list(variables), _twin(metric, {})
     before = _twin(twin, {})
     every, reset = list(twin.variables), list(reset_values(twin).values())
     start = [_start(variable, value) for variable, value in zip(every, reset, strict=True)]
@@ -48,10 +49,14 @@ def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[s
         for place in constants:  # other variables may depend on them
             start[place] = np.array(to_numpy(every[place]))
         known = {id(every[place]): "max" for place in constants}
-        found = [known.get(id(v)) or _behaviour(twin, start, reset, tried, v) for v in variables]
+        found = [known.get(id(v)) or _behaviour(twin, start, reset, tried, v) for v in asked]
     if not _same(before, twin, set()):
         raise UnmergeableMetric("state outside of its variables")
-    return found
+    if "mean" in found and OF_BATCH in found:  # a sum is divided by a number of batches
+        raise UnmergeableMetric(
+            f"{asked[found.index(OF_BATCH)].name}, which is no sum over samples"
+        )
+    return ["sum" if how == OF_BATCH else how for how in found]
 
 
 # Whether a metric averages numbers of whole batches that are no means.
@@ -166,8 +171,8 @@ def _behaviour(
         # Targets of another shape than the predictions may be broadcast, each with all others.
         alike = [batch for batch, _ in tried if len({tuple(each.shape) for each in batch}) == 1]
         found = [_of_halves(twin, start, place, batch) for batch in alike]
-        common = set.intersection({"sum", "mean"}, *found)
-        common -= {"mean"} if "sum" in common else set()
+        common = set.intersection({"sum", "mean"}, *found) or {OF_BATCH}
+        return "sum" if "sum" in common else common.pop()
     if len(common) == 1:
         return common.pop()
     value = reset[place]

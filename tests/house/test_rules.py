@@ -51,7 +51,6 @@ LIBRARIES = {
     "_backends.torch": ("torch", ""),
     "_backends.jax": ("jax", ""),
     "_compat.keras": ("keras", ""),
-    "_compat.keras.loss_functions": ("keras numpy", ""),
     "_compat.tensorflow": ("tensorflow", ""),
     "_compat.tf_data": ("tensorflow", ""),
     "_compat.torch": ("torch", ""),

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -12,7 +11,7 @@ import keras
 from keras import ops
 
 from keras_dist._compat.contract import Owner
-from keras_dist._compat.keras.loss_functions import is_of_whole_batch, of_parts, shapes_tell
+from keras_dist._compat.keras.loss_functions import is_of_rows, is_of_whole_batch, shapes_tell
 from keras_dist._compat.keras.models import layers_of, outputs_of
 from keras_dist._compat.keras.versions import uses
 
@@ -24,6 +23,7 @@ class Measured(NamedTuple):
         is_count: whether shapes alone determine the denominator.
         of_whole_batch: the name of the loss if it compares the samples of a batch with each other,
             so that it is no mean over the batches of the ranks.
+        number: of a loss that returns one number: its name, itself and what it was called with.
     """
 
     value: Any
@@ -32,6 +32,7 @@ class Measured(NamedTuple):
     is_count: bool
     is_of_rows: bool
     of_whole_batch: str = ""
+    number: tuple[str, Any, Any, Any] | None = None
 
 
 Replace = Callable[[Sequence[Measured]], list[Any]]
@@ -173,10 +174,10 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: Any) -> Any:
     """Returns the total of the losses of `compile`, after their values have been replaced."""
     within, own = cast(_Losses, _stacks.within[-1]), list[Measured]()
-    outputs, tried = outputs_of(model), _tried.setdefault(compiled, {})
+    outputs = outputs_of(model)
 
     def measure(loss: Any, *arguments: Any) -> Any:
-        own.append(_measured(loss, outputs, tried, *arguments))
+        own.append(_measured(loss, outputs, *arguments))
         return own[-1].value
 
     if not compiled.built:
@@ -214,23 +215,13 @@ def _build(original: Callable[..., Any], compiled: Any, *given: Any) -> None:
         compiled._flat_losses = found or compiled._flat_losses
 
 
-# By the losses of `compile`: what the number that a loss has for a batch is of those of its parts.
-_tried: "weakref.WeakKeyDictionary[Any, dict[int, str]]" = weakref.WeakKeyDictionary()
-
-
 def _measured(
-    loss: Any,
-    outputs: Sequence[Any],
-    tried: dict[int, str],
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any,
+    loss: Any, outputs: Sequence[Any], y_true: Any, y_pred: Any, sample_weight: Any
 ) -> Measured:
     """Calls a loss and returns its value with what it was divided by.
 
-    A loss of the user that does not call Keras' reduction, or returns a single number, counts as a
-    mean over the samples, or as a sum if that is its `reduction` or a trial shows it. If it is not
-    a single number, nothing has reduced it.
+    A loss of the user that does not call Keras' reduction counts as a mean over the samples, or as
+    a sum if that is its `reduction`. If it is not a single number, nothing has reduced it.
     """
     with _recorded() as calls:
         value = loss(y_true, y_pred, sample_weight)
@@ -240,31 +231,16 @@ def _measured(
     reduction = "none" if is_vector else getattr(loss, "reduction", "mean")
     # The last call is the one of the loss itself, if it uses others.
     values, weights, mask, reduction = calls[-1] if calls else (None, None, None, reduction)
-    of_whole_batch = bool(calls) and is_of_whole_batch(loss, values)
-    is_number = not (is_vector or of_whole_batch or len(getattr(values, "shape", ())))
-    if is_number and weights is None and mask is None and reduction not in (None, "none", "sum"):
-        if id(loss) not in tried:
-            with _recorded():
-                tried[id(loss)] = of_parts(loss, y_true, y_pred)
-        reduction = "sum" if tried[id(loss)] == "sum" else reduction
-        of_whole_batch = of_whole_batch or tried[id(loss)] == "neither"
     if reduction in (None, "none", "sum"):
         return Measured(value, reduction or "none", 1.0, True, True)
     number, is_count = _denominator(values, weights, mask, reduction, y_pred)
     is_count = is_count and shapes_tell(loss, values, y_true, y_pred)
-    is_of_rows = is_count and _is_of_rows(values, outputs)
-    name = getattr(loss, "name", type(loss).__name__) if of_whole_batch else ""
-    return Measured(value, "mean", number, is_count, is_of_rows, name)
-
-
-def _is_of_rows(values: Any, outputs: Sequence[Any]) -> bool:
-    """Returns whether a row of a loss has as many elements on all ranks, as an output tells."""
-    row = () if values is None else tuple(ops.shape(values)[1:])
-    if not all(isinstance(size, int) for size in row):
-        return False
-    shapes = [tuple(output.shape[1:]) for output in keras.tree.flatten(outputs)]
-    # With all axes of an output it may be the loss of pairs of rows.
-    return not row or any(row == shape[: len(row)] != shape for shape in shapes)
+    has_rows = is_count and is_of_rows(values, outputs)
+    name = loss.name if calls and is_of_whole_batch(loss, values) else ""
+    found = Measured(value, "mean", number, is_count, has_rows, name)
+    is_number = not len(getattr(values, "shape", ())) and weights is mask is None
+    own = getattr(loss, "name", type(loss).__name__), loss, y_true, y_pred
+    return found._replace(number=own) if is_number and not name else found
 
 
 def _denominator(

@@ -414,6 +414,32 @@ def test_ranks_have_parts_of_the_batches_that_a_metric_counts():
     assert_exact(values_of(found), values_of(expected))
 
 
+class Hits(Own):
+    """Counts samples of the right class; of targets in columns, each is compared with all."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        classes = ops.cast(ops.argmax(y_pred, axis=-1), "float32")
+        self.state.assign_add(ops.sum(ops.cast(ops.equal(y_true, classes), "float32")))
+
+
+class RootOfBatches(Own):
+    states: ClassVar = {"state": ("float32", 0.0), "batches": ("float32", 0.0)}
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.state.assign_add(ops.sqrt(ops.mean(ops.square(y_true - y_pred))))
+        self.batches.assign_add(1.0)
+
+    def result(self):
+        return self.state / self.batches
+
+
+def test_a_trial_of_halves_tells_of_batches_only_with_a_number_of_batches():
+    hits, root = Hits(), RootOfBatches()
+    assert metric_trials.behaviours(hits, hits.variables) == ["sum"]
+    with pytest.raises(metric_trials.UnmergeableMetric, match="state, which is no sum over"):
+        metric_trials.behaviours(root, root.variables)
+
+
 class Last(Own):
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.state.assign(ops.mean(y_true))

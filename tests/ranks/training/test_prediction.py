@@ -142,6 +142,36 @@ def test_gather_restores_the_order_of_a_shard(remainder):
             assert received == rows.tolist()
 
 
+@pytest.mark.parametrize("root_only", [False, True])
+def test_gather_takes_text(root_only):
+    rank, size = keras_dist.rank(), keras_dist.size()
+    names = np.array([f"name {'x' * n}" for n in range(3 * size)])
+    whole = {
+        "text": names,
+        "bytes": names.astype(bytes).astype(object),
+        "numbers": np.arange(3 * size),
+    }
+    mine = {name: each[rank::size] for name, each in whole.items()}
+    found = keras_dist.gather(mine, root_only=root_only)
+    if root_only and rank > 0:
+        assert found is None
+        return
+    assert {name: each.tolist() for name, each in found.items()} == {
+        name: each.tolist() for name, each in whole.items()
+    }
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="others have no text tensors")
+def test_predict_returns_text():
+    lookup = keras.layers.StringLookup(vocabulary=["a", "b"], invert=True, oov_token="?")
+    numbers = keras.Input((1,), dtype="int32")
+    model = keras.Model(numbers, {"text": lookup(numbers), "number": numbers})
+    x = np.arange(9)[:, None] % 3
+    expected, found = model.predict(x, verbose=0), keras_dist.predict(model, x, 2, verbose=0)
+    assert expected["text"].tolist() == found["text"].tolist()
+    assert expected["number"].tolist() == found["number"].tolist()
+
+
 def test_gather_without_data_interleaves_the_ranks():
     size, rank = keras_dist.size(), keras_dist.rank()
     rows = np.arange(5 * size + 1)
