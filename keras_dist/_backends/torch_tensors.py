@@ -101,7 +101,8 @@ def to_torch(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 def write_into(tensor: torch.Tensor, array: np.ndarray | torch.Tensor) -> torch.Tensor:
     """Writes an array or a tensor into a tensor, without autograd, and returns the latter."""
-    with torch.no_grad():
+    # A tensor of `torch.inference_mode` may be written to in that mode alone, which is of a thread.
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
         return tensor.copy_(array if isinstance(array, torch.Tensor) else to_torch(array, tensor))
 
 

@@ -215,5 +215,6 @@ def write_back(array: np.ndarray, tensor: torch.Tensor) -> torch.Tensor:
     """Writes `to_numpy(tensor)` into the tensor, unless it is a view of the tensor."""
     if tensor.data_ptr() != array.ctypes.data:
         return write_into(tensor, array)
-    torch.autograd.graph.increment_version(tensor)  # written in place, which autograd must record
+    if not tensor.is_inference():  # which has no version
+        torch.autograd.graph.increment_version(tensor)  # autograd must know of the write
     return tensor

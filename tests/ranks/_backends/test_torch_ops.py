@@ -217,3 +217,28 @@ def test_tensors_with_a_forward_mode_derivative_are_refused_on_all_ranks():
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3), torch.ones(3))
         assert torch.equal(hvd.allreduce(dual.detach()), torch.ones(3))
+
+
+def test_tensors_of_inference_mode_are_written_to_in_and_outside_of_it():
+    size, everyone = hvd.size(), torch.arange(hvd.size()).sum()
+
+    def fill():
+        return [torch.full((3, 2), float(hvd.rank()))[part] for part in (0, (..., 1), 1)]
+
+    with torch.inference_mode():
+        inside, outside, queued = fill(), fill(), fill()
+        handles = [
+            hvd.allreduce_async_(queued[0], op=hvd.Sum),
+            hvd.allreduce_async_(queued[1], op=hvd.Sum),
+        ]
+        handles.append(hvd.broadcast_async_(queued[2], size - 1))
+        hvd.grouped_allreduce_([inside[0]], op=hvd.Sum)
+        hvd.allreduce_(inside[1], op=hvd.Sum)
+        hvd.broadcast_(inside[2], size - 1)
+    hvd.grouped_allreduce_([outside[0]], op=hvd.Sum)
+    hvd.allreduce_(outside[1], op=hvd.Sum)
+    hvd.broadcast_(outside[2], size - 1)
+    for handle in handles:
+        hvd.synchronize(handle)
+    for *summed, sent in inside, outside, queued:
+        assert all((each == everyone).all() for each in summed) and (sent == size - 1).all()
