@@ -153,7 +153,7 @@ class Backend(Protocol):
         """Returns tensors that are computed only after another; by default they are, as called."""
         return list(tensors)
 
-    def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
+    def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Sums the rows of equal index in sparse gradients.
 
         If a row occurs twice, Keras' optimizers square each occurrence, not the sum. A reduction

@@ -203,10 +203,10 @@ class Jax(Backend):
             call = functools.partial(_call, on_device=True, are_alike=True)
             results = reduce_joined(fused, backwards, lambda f, a: call(f, now, a))
             return list(reversed(results))
+        most = fused.rows_of_tables if when is None else lambda number: 0
         if not fused.overlaps:
             by_array = {
-                bucket.slots[0].index: fused.rows_of_tables(number)
-                for number, bucket in enumerate(fused.buckets)
+                bucket.slots[0].index: most(number) for number, bucket in enumerate(fused.buckets)
             }
             tables = tuple(by_array.get(index, 0) for index in range(len(backwards)))
             return list(
@@ -220,7 +220,7 @@ class Jax(Backend):
                 now,
                 [backwards[index] for index in members],
                 queue=functools.partial(fused.queue_bucket, number),
-                tables=(fused.rows_of_tables(number), *[0] * (len(members) - 1)),
+                tables=(most(number), *[0] * (len(members) - 1)),
                 by_rows=fused.by_rows,
             )
             reduced.update(zip(members, results, strict=True))

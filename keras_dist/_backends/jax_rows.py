@@ -114,7 +114,11 @@ def _rows(table: Any, made: dict[Any, Any]) -> tuple[Any, Any] | None:
         inserted_window_dims=(0,),
         scatter_dims_to_operand_dims=(0,),
     )
-    is_plain = equation.params["dimension_numbers"] == adds_rows and indices.aval.shape[-1] == 1
+    is_plain = (
+        equation.params["dimension_numbers"] == adds_rows
+        and indices.aval.shape[-1] == 1
+        and zeros.aval.shape[1:] == values.aval.shape[-1:]  # whole rows
+    )
     return (indices, values) if is_plain and _are_zeros(zeros, made) else None
 
 

@@ -282,7 +282,7 @@ class TensorFlow(Backend):
         with tf.control_dependencies([earlier]):
             return [tf.identity(tensor) for tensor in tensors]
 
-    def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
+    def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return [_sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
     def as_dense(self, gradients: Sequence[Any]) -> list[Any]:

@@ -35,8 +35,8 @@ from keras_dist._gpu import counts_host_memory, uniform
 
 
 @contextlib.contextmanager
-def _in_step() -> Iterator[None]:
-    with in_train_step(), embeddings_by_rows():
+def _in_step(model: Any) -> Iterator[None]:
+    with in_train_step(), embeddings_by_rows(model):
         yield
 
 
@@ -104,7 +104,8 @@ class Torch(Backend):
                 rows, indices = reduce_slices(names[i], *rows_of(slices))
                 table = table_of(variables[i].value)
                 if table is not None:
-                    reduced[i] = table.filled(rows, indices)
+                    # What reads the gradient after the step finds that of plain Keras.
+                    reduced[i] = variables[i].value.grad = table.filled(rows, indices)
                 else:
                     reduced[i] = sparse_of(rows, indices, slices)
         return [reduced[i] for i in range(len(gradients))]
@@ -173,8 +174,11 @@ class Torch(Backend):
         work()
         return values
 
-    def coalesce(self, gradients: Sequence[Any]) -> list[Any]:
-        return [g.coalesce() if g.is_sparse else g for g in gradients]
+    def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return [
+            g if not g.is_sparse else g.coalesce() if table_of(v.value) is None else g.to_dense()
+            for g, v in zip(gradients, variables, strict=True)
+        ]
 
     def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
         return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
@@ -209,7 +213,8 @@ class Torch(Backend):
     def train_step_for_host(
         self, model: Any, with_rows: Callable[..., Any], takes_rows: bool
     ) -> Iterator[Any]:
-        yield _in_step if takes_rows and may_be_sparse(model) else in_train_step
+        by_rows = takes_rows and may_be_sparse(model)
+        yield functools.partial(_in_step, model) if by_rows else in_train_step
 
     def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> dict[str, Any]:
         """Returns the logs: Keras has taken the batches."""

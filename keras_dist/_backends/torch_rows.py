@@ -8,6 +8,7 @@ Whatever else is added to such a gradient, as by tied weights, makes it dense be
 import contextlib
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 
 from keras_dist._backends import overrides
-from keras_dist._compat.torch import weak_tensor_keys, writes_to
+from keras_dist._compat.torch import has_hooks, weak_tensor_keys, writes_to
 
 # A smaller table is faster reduced whole, with others; so is one of which a batch fills much.
 LEAST_NBYTES = 2**20
 FEW = 16  # a batch looks up at most a sixteenth as many rows as there are
+OF_KERAS = ("keras.", "keras_dist.", "builtins")
 BY_ROWS = "_keras_dist_by_rows"  # attribute of the patched function
 
 _step = threading.local()
@@ -33,26 +35,30 @@ def may_be_sparse(model: Any) -> bool:
     from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER
 
     optimizer = model.optimizer
+    # One of the user's may write to gradients in ways that torch does not count.
+    if not all(each.__module__.startswith(OF_KERAS) for each in type(optimizer).__mro__):
+        return False
     if model.jit_compile or isinstance(
         optimizer, (keras.optimizers.LossScaleOptimizer, MULTI_OPTIMIZER)
     ):
         return False
-    is_own = overrides(model, "train_step") or overrides(model, "compute_loss")
+    is_own = any(overrides(model, name) for name in ("train_step", "compute_loss"))
     return not is_own and not optimizer.gradient_accumulation_steps
 
 
 @contextlib.contextmanager
-def embeddings_by_rows() -> Iterator[None]:
-    """Returns a context in which lookups in large tables have gradients of rows."""
-    functional, before = torch.nn.functional, _is_in_step()
-    original, _step.is_on = functional.embedding, True
-    patches = BY_ROWS not in vars(original)  # no step around this one has, nor one of a thread
+def embeddings_by_rows(model: Any) -> Iterator[None]:
+    """Returns a context in which lookups in large tables of a model have gradients of rows."""
+    functional, before = torch.nn.functional, _model()
+    original, _step.model = functional.embedding, model
+    # No step around this one has, nor one of a thread.
+    patches = not (isinstance(original, types.FunctionType) and BY_ROWS in vars(original))
     if patches:
         functional.embedding = _by_rows(original)
     try:
         yield
     finally:
-        _step.is_on = before
+        _step.model = before
         if patches:
             functional.embedding = original
 
@@ -64,13 +70,9 @@ def _by_rows(embedding: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         # A compiler, or a transformation of `torch.func`, knows no sparse gradients.
         if len(args) == 2 and not options and not torch.compiler.is_compiling():
             indices, weight = args
-            if _is_in_step() and type(weight) is torch.nn.Parameter and weight.requires_grad:
-                tables = _tables()
-                if weight not in tables:  # steps stay alike, so that buckets overlap
-                    tables[weight] = None
-                    if _has_few(indices, weight):
-                        tables[weight] = TableMemory(weight.shape)
-                return embedding(indices, weight, sparse=tables[weight] is not None)
+            model = _model()
+            if model is not None and type(weight) is torch.nn.Parameter and weight.requires_grad:
+                return embedding(indices, weight, sparse=_gives_rows(model, indices, weight))
         return embedding(*args, **options)
 
     vars(look_up)[BY_ROWS] = True
@@ -120,8 +122,21 @@ def _tables() -> Any:
     return weak_tensor_keys()
 
 
-def _is_in_step() -> bool:
-    return bool(vars(_step).get("is_on", False))
+def _model() -> Any:
+    """Returns the model of the step of this thread; `None` outside of one."""
+    return vars(_step).get("model")
+
+
+def _gives_rows(model: Any, indices: torch.Tensor, weight: torch.Tensor) -> bool:
+    tables = _tables()
+    if weight not in tables:  # decided once: steps stay alike, so that buckets overlap
+        may_give = _has_few(indices, weight) and _trains(model, weight)
+        tables[weight] = TableMemory(weight.shape) if may_give else None
+    return tables[weight] is not None and not has_hooks(weight)
+
+
+def _trains(model: Any, weight: torch.Tensor) -> bool:
+    return any(variable.value is weight for variable in model.trainable_variables)
 
 
 def _has_few(indices: torch.Tensor, weight: torch.Tensor) -> bool:

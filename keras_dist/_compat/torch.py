@@ -29,6 +29,11 @@ def writes_to(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Returns whether hooks of the user read or change the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies tensors into others of the same shapes, on a GPU by few kernels; without autograd."""
     with torch.no_grad():
@@ -120,6 +125,11 @@ CONTRACT = (
         "_version",
         "to detect writes to a gradient during its reduction",
         "the gradient before the write would be applied",
+    ),
+    Owner("torch:Tensor").name(
+        "_backward_hooks",
+        "to leave gradients that hooks of the user read as they are",
+        "hooks would get the gradients of embeddings as sparse tensors",
     ),
     Owner("torch:Tensor").method(
         "register_post_accumulate_grad_hook(hook)",

@@ -145,7 +145,8 @@ class GradientReduction:
             _replace(result, present, backend.as_dense)
         if options.factor != 1:
             _replace(result, present, functools.partial(backend.multiply, factor=options.factor))
-        _replace(result, alone, backend.coalesce)
+        own = [variables[at] for at in alone]
+        _replace(result, alone, functools.partial(backend.coalesce, variables=own))
         if comm is None:
             return result
         if options.scale_local:

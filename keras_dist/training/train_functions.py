@@ -76,7 +76,8 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
         backend.check_model(model)
         _check_layers(model)
         # Only the train step calls the host; evaluate and predict compile as before.
-        takes_rows = len(every) == 1 and every[0].takes_rows
+        is_only = len(optimizers) == 1 and optimizers[0] is model.optimizer
+        takes_rows = is_only and every[0].takes_rows
         for_host = backend.train_step_for_host(model, with_rows, takes_rows)
     with for_host as in_step:
         made = original(model, force)

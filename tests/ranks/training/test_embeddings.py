@@ -49,6 +49,7 @@ def test_rows_of_embeddings_train_as_the_whole_table(rows_travelled, optimizer, 
     fit_rows(model, rows_of_rank(x, BATCH), rows_of_rank(y, BATCH))
     keras_dist.verify_replicas(model)
     assert_close(weights_of(model), weights_of(plain))
+    assert not (is_torch() and model.layers[1].embeddings.value.grad.is_sparse)
     # All words are scored: every row has a gradient. On one node torch looks for rows no further.
     looks = not is_torch() or not runtime.communicator().is_one_node
     assert rows_travelled == ([False] * looks if ties else [True]) * STEPS
@@ -71,7 +72,9 @@ def test_accumulated_gradients_of_embeddings_and_a_step_that_is_not_split(rows_t
 
 
 @pytest.mark.skipif(not is_torch(), reason="the rows of JAX are those of its traced step")
-@pytest.mark.parametrize("how", ["one rank gives rows", "many rows", "own step"])
+@pytest.mark.parametrize(
+    "how", ["one rank gives rows", "many rows", "own step", "own optimizer", "hook"]
+)
 def test_what_is_no_plain_lookup_trains_as_in_one_process(rows_travelled, monkeypatch, how):
     from keras_dist._backends import torch_rows
 
@@ -86,6 +89,18 @@ def test_what_is_no_plain_lookup_trains_as_in_one_process(rows_travelled, monkey
             sparse.append(self.trainable_variables[0].value.grad.is_sparse)
             return logs
 
+    class OwnAdam(keras.optimizers.Adam):
+        pass
+
+    def limit(gradient):
+        return gradient.clamp(-1e6, 1e6)  # sparse tensors have no clamp
+
+    if how == "hook":
+        for each in (plain, model):
+            each.layers[1].embeddings.value.register_hook(limit)
+    if how == "own optimizer":
+        own = OwnAdam(0.01, epsilon=1e-3)
+        model = make(keras_dist.DistributedOptimizer(own))
     if how == "own step":
         model = Own(model.inputs, model.outputs)
         model.compile(keras_dist.DistributedOptimizer(adam()), loss="mse")
