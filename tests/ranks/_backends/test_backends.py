@@ -110,13 +110,14 @@ def test_sparse_gradients_are_reduced_as_rows():
     rank, size = keras_dist.rank(), keras_dist.size()
     gradient = torch.sparse_coo_tensor([[rank, rank, 7]], [[1.0, 2], [3, 4], [6, 6]], (9, 2))
     reduce = gradient_reduction.GradientReduction(reduction_options.ReductionOptions())
-    (result,) = reduce([gradient], [keras.Variable(np.zeros((9, 2)), name="table")])
+    table = keras.Variable(np.zeros((9, 2)), name="table")
+    (result,) = reduce([gradient], [table])
     expected = np.zeros((9, 2))
     expected[:size] = [4 / size, 6 / size]
     expected[7] = 6
     assert result.is_sparse
     np.testing.assert_allclose(result.to_dense().numpy(), expected, rtol=1e-6)
-    alone = _backends.active().coalesce([gradient])[0]  # of a local layer
+    alone = _backends.active().coalesce([gradient], [table])[0]  # of a local layer
     assert alone.indices().shape == (1, 2)
 
 
