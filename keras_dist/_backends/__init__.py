@@ -102,9 +102,9 @@ class Backend(Protocol):
                 returns a numpy function of all of them, with the attributes `buckets`,
                 `reduce_bucket(number, arrays)`, `reduce_buckets(parts)` (of all),
                 `queue_bucket(number, arrays)` (which does not block), `overlaps` (whether to queue
-                buckets), `rows_of_tables(number)` (how many rows may be given), `by_rows(values,
-                indices, shape)` (what gives them) and `weak()` (a function that returns it, for
-                graphs that outlive it).
+                buckets), `rows_of_tables()` (how many rows of each array may be given), `by_rows(
+                values, indices, shape)` (what gives them) and `weak()` (a function that returns it,
+                for graphs that outlive it).
         """
 
     def as_tensors(self, gradients: Sequence[Any]) -> list[Any]:

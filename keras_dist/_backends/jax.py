@@ -64,7 +64,7 @@ _reduction = Primitive("keras_dist_reduction")
 _reduction.multiple_results = True
 # Its parameters, beside the function of their arrays: one that queues it if it overlaps, whether it
 # takes arrays in GPU memory, the shapes of results unlike the arrays, those of `Traits`, those of
-# `with_rows`, and what makes one value of the rows of a table.
+# `take_rows`, and what makes one value of the rows of a table.
 PARAMETERS = dict.fromkeys(
     ["queue", "on_device", "shapes", "are_alike", "comes_early", "tables", "known", "by_rows"]
 )
@@ -109,7 +109,7 @@ def _is_by_rows(result: Any) -> bool:
 def _with_tables(
     arrays: Sequence[np.ndarray], places: Sequence[Any], known: Sequence[Any], by_rows: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Returns arrays and their places with the rows of a table as one, see `with_rows`."""
+    """Returns arrays and their places with the rows of a table as one, see `take_rows`."""
     left = zip(arrays, places, strict=True)
     tables: list[tuple[Any, Any]] = []
     for shape in known:
@@ -203,25 +203,19 @@ class Jax(Backend):
             call = functools.partial(_call, on_device=True, are_alike=True)
             results = reduce_joined(fused, backwards, lambda f, a: call(f, now, a))
             return list(reversed(results))
-        most = fused.rows_of_tables if when is None else lambda number: 0
+        most = fused.rows_of_tables() if when is None else [0] * len(backwards)
+        call = functools.partial(_call, by_rows=fused.by_rows)
         if not fused.overlaps:
-            by_array = {
-                bucket.slots[0].index: most(number) for number, bucket in enumerate(fused.buckets)
-            }
-            tables = tuple(by_array.get(index, 0) for index in range(len(backwards)))
-            return list(
-                reversed(_call(fused, now, backwards, tables=tables, by_rows=fused.by_rows))
-            )
+            return list(reversed(call(fused, now, backwards, tables=tuple(most))))
         reduced: dict[int, Any] = {}
         for number, bucket in enumerate(fused.buckets):
             members = [slot.index for slot in bucket.slots]
-            results = _call(
+            results = call(
                 functools.partial(fused.reduce_bucket, number),
                 now,
                 [backwards[index] for index in members],
                 queue=functools.partial(fused.queue_bucket, number),
-                tables=(most(number), *[0] * (len(members) - 1)),
-                by_rows=fused.by_rows,
+                tables=tuple(most[index] for index in members),
             )
             reduced.update(zip(members, results, strict=True))
         return [reduced[index] for index in positions]

@@ -59,7 +59,7 @@ def _filled(indices: Any, values: Any, shape: tuple[int, ...]) -> Any:
     return table.at[indices].set(values, mode="drop", unique_indices=True).reshape(shape)
 
 
-def with_rows(equations: Sequence[Any], marker: core.Primitive) -> list[Any]:
+def take_rows(equations: Sequence[Any], marker: core.Primitive) -> list[Any]:
     """Returns equations whose calls of the host take rows of tables, where they are known.
 
     The parameter `tables` of a call says how many rows of each array may be given as such. In the
@@ -68,14 +68,14 @@ def with_rows(equations: Sequence[Any], marker: core.Primitive) -> list[Any]:
     """
     made = {v: equation for equation in equations for v in equation.outvars}
     return [
-        _with_rows(equation, made) if equation.primitive is marker else equation
+        _take_rows(equation, made) if equation.primitive is marker else equation
         for equation in equations
     ]
 
 
-def _with_rows(call: Any, made: dict[Any, Any]) -> Any:
-    tables = call.params.get("tables")
-    if not tables:
+def _take_rows(call: Any, made: dict[Any, Any]) -> Any:
+    tables = call.params.get("tables") or ()
+    if not any(tables):
         return call
     now, *arrays = call.invars
     invars, shapes = [now], []

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from keras_dist._backends.jax_rows import with_rows
+from keras_dist._backends.jax_rows import take_rows
 from keras_dist._compat.jax import abstract_of, subset_of
 
 Wait = Callable[[], Sequence[Any]]
@@ -75,7 +75,7 @@ class _Program:
         self._outputs = flat.jaxpr.outvars
         self._constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
         # The host reuses the memory of its results, so the step returns copies of them.
-        equations = with_rows(flat.jaxpr.eqns, marker)
+        equations = take_rows(flat.jaxpr.eqns, marker)
         of_host = {v for e in equations if e.primitive is marker for v in e.outvars}
         self._copied = _in_use(self._outputs, of_host)
         count = len(jax.tree.leaves(arguments[0]))

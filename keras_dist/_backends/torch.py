@@ -175,10 +175,12 @@ class Torch(Backend):
         return values
 
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        return [
-            g if not g.is_sparse else g.coalesce() if table_of(v.value) is None else g.to_dense()
-            for g, v in zip(gradients, variables, strict=True)
+        # Keras expects a table where the train step has made rows of it.
+        dense = [
+            gradient.to_dense() if table_of(variable.value) is not None else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
         ]
+        return [gradient.coalesce() if gradient.is_sparse else gradient for gradient in dense]
 
     def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
         return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]

@@ -66,7 +66,7 @@ class ReductionOptions:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether rows of a gradient are reduced as such, as they are, in each step."""
+        """Whether each step reduces gradients that are rows, uncompressed and by themselves."""
         is_plain = self.compression is _engine.Compression.none and not self.groups
         each_step = self.passes == 1 and self.local_steps is None and not self.shard_state
         sums = (_engine.ReduceOp.SUM, _engine.ReduceOp.AVERAGE)

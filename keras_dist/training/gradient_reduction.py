@@ -54,7 +54,7 @@ class GradientReduction:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether gradients of rows are reduced by these, and nothing reads them before."""
+        """Whether gradients may be rows: the options take them, and all ranks reduce all."""
         has_local = bool(self.registered or self.local_layers)
         return self.options.takes_rows and self.shards is None and not has_local
 

@@ -71,13 +71,15 @@ def repeated(plan: FusedAllreduce, ordinary: Callable[[Any], Any]) -> Repeated |
                 published = publish(given)
                 payload = published if isinstance(published, Payload) else None
                 try:
-                    if meet(payload):
+                    same = meet(payload)
+                except RepeatRendezvous:
+                    result = ordinary(given)
+                else:
+                    if same:
                         return reduce(out, published)
                     arrays = (given,) if is_single else given
                     results = plan.finish(0, arrays, True, reduction, payload)
                     result = results[0] if is_single else results
-                except RepeatRendezvous:
-                    result = ordinary(given)
             if out is None:
                 return result
             np.copyto(out, result)

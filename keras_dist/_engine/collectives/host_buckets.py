@@ -107,14 +107,16 @@ class HostBuckets:
         """Whether results may lie in memory that all ranks share."""
         return self.memory.lends
 
-    def rows_of_tables(self, number: int) -> int:
-        """Returns how many rows of a bucket may be given as `TableRows`; 0 if it is no table.
+    def rows_of_tables(self) -> list[int]:
+        """Returns for each array how many rows of it may be given as `TableRows`; 0 if it must not.
 
-        Its result then is `TableRows` as well, unless those of all ranks are too many.
+        The result of such an array is `TableRows` as well, unless those of all ranks are too many.
         """
-        if number not in self._tables:
-            return 0
-        return most_rows(self.buckets[number].slots[0].shape[0], self.comm.size)
+        most = [0] * len(self.call.entries)
+        for number in self._tables:
+            [slot] = self.buckets[number].slots
+            most[slot.index] = most_rows(slot.shape[0], self.comm.size)
+        return most
 
     def release(self) -> None:
         self.memory.release()

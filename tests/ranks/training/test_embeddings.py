@@ -55,14 +55,14 @@ def test_rows_of_embeddings_train_as_the_whole_table(rows_travelled, optimizer, 
     assert rows_travelled == ([False] * looks if ties else [True]) * STEPS
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_accumulated_gradients_of_embeddings_and_a_step_that_is_not_split(rows_travelled, split):
+@pytest.mark.parametrize("how", ["accumulated", "several steps in an execution"])
+def test_embeddings_whose_rows_are_not_known_train_as_the_whole_table(how):
     n, rng = keras_dist.size(), np.random.default_rng(0)
     x = rng.integers(0, WORDS, (STEPS * BATCH * n, 3))
     y = rng.standard_normal((len(x), 2)).astype(np.float32)
     is_jax = keras.backend.backend() == "jax"
-    options = {"steps_per_execution": 2} if is_jax and not split else {}
-    accumulates = {"gradient_accumulation_steps": 2} if split else {}
+    options = {"steps_per_execution": 2} if is_jax and how != "accumulated" else {}
+    accumulates = {"gradient_accumulation_steps": 2} if how == "accumulated" else {}
     plain = make(keras.optimizers.SGD(0.1, **accumulates), **options)
     plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
     ours = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1, **accumulates))
