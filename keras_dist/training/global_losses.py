@@ -166,8 +166,10 @@ def _warn_of_whole_batch(name: str) -> None:
 
 def _without_exchange(own: Measured, step: Step) -> Any:
     """Returns a loss of all ranks; `None` if its denominators must be exchanged."""
-    if step.evaluates is not None:  # Keras weighs the value by the rows of this rank
-        return own.value if own.is_of_rows and own.reduction != "sum" else None
+    if step.evaluates is not None:
+        # Keras weighs the value by the rows of this rank, where it knows their number.
+        is_weighed = own.is_of_rows and own.reduction != "sum" and not own.counts_once
+        return own.value if is_weighed else None
     if not own.is_count:
         return None
     if step.equal_batches:

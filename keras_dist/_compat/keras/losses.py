@@ -24,6 +24,8 @@ class Measured(NamedTuple):
         of_whole_batch: the name of the loss if it compares the samples of a batch with each other,
             so that it is no mean over the batches of the ranks.
         number: of a loss that returns one number: its name, itself and what it was called with.
+        counts_once: whether Keras records the value without the number of rows, as where
+            TensorFlow does not know it in advance.
     """
 
     value: Any
@@ -33,6 +35,7 @@ class Measured(NamedTuple):
     is_of_rows: bool
     of_whole_batch: str = ""
     number: tuple[str, Any, Any, Any] | None = None
+    counts_once: bool = False
 
 
 Replace = Callable[[Sequence[Measured]], list[Any]]
@@ -176,13 +179,15 @@ def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: A
     within, own = cast(_Losses, _stacks.within[-1]), list[Measured]()
     outputs = outputs_of(model)
 
-    def measure(loss: Any, *arguments: Any) -> Any:
-        own.append(_measured(loss, outputs, *arguments))
+    def measure(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+        rows = keras.tree.flatten(y_pred)[0].shape[0]
+        measured = _measured(loss, outputs, y_true, y_pred, sample_weight)
+        own.append(measured._replace(counts_once=is_recorded and rows is None))
         return own[-1].value
 
     if not compiled.built:
         _build(original, compiled, *given)
-    losses = compiled._flat_losses
+    losses, is_recorded = compiled._flat_losses, bool(compiled._metrics)
     # Keras pairs metrics with losses; a loss without one is not recorded.
     with _replaced(compiled, _metrics=[None] * len(losses)):
         measuring = [each._replace(loss=functools.partial(measure, each.loss)) for each in losses]

@@ -190,6 +190,18 @@ def test_losses_are_those_of_one_process(case):
     assert_as_in_one_process(CASES[case], unequal(parts_of_rows()))
 
 
+@pytest.mark.skipif(backend != "tensorflow", reason="others know the rows of a batch in advance")
+def test_losses_of_outputs_in_validation_are_those_of_one_process_where_rows_are_not_known():
+    def make():
+        x = keras.Input((TOKENS,))
+        outputs = {name: keras.layers.Dense(1, name=name)(x) for name in ("each", "all")}
+        return keras.Model(x, outputs), {"loss": {"each": "mse", "all": "mae"}}
+
+    parts = unequal(parts_of_rows())
+    parts = [[(x, {"each": y, "all": -y}) for x, y in part] for part in parts]
+    assert_as_in_one_process(make, parts)
+
+
 class Own(keras.losses.Loss):
     """A loss that does not call the reduction of Keras."""
 
