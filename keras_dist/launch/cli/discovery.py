@@ -4,8 +4,6 @@ While the job runs they are read again, if the number of ranks has limits.
 """
 
 import argparse
-import contextlib
-import functools
 import os
 import shlex
 import signal
@@ -13,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from keras_dist import errors
@@ -28,16 +26,23 @@ FIRST_SECONDS = 5.0  # after the start of a job, until it is asked for: the rank
 REPEAT_SECONDS = 5.0  # between requests: outside of training a job does not hear them
 
 Hosts = Mapping[str, int]
-Source = Callable[[float], tuple[Hosts, str | None]]
 
 
-def source_of(options: argparse.Namespace) -> tuple[str, Source] | None:
-    """Returns the name of what names the hosts at each start, and a function to read it."""
+def _source_of(options: argparse.Namespace) -> str:
+    """Returns the script or file that names the hosts at each start; empty if there is none."""
     if (script := options.host_discovery_script) is not None:
-        return shlex.join(script), functools.partial(ask, script)
-    if options.hostfile is not None and (options.min_np or options.max_np):
-        return options.hostfile, functools.partial(_read, options.hostfile)
-    return None
+        return shlex.join(script)
+    return ((options.min_np or options.max_np) and options.hostfile) or ""
+
+
+def _find(options: argparse.Namespace, seconds: float) -> Hosts:
+    """Returns the hosts that the source names. Raises `ValueError` if it names none."""
+    if (script := options.host_discovery_script) is not None:
+        return ask(script, seconds)
+    try:
+        return parse_lines(Path(options.hostfile).read_text())
+    except OSError as error:
+        raise ValueError(str(error)) from None
 
 
 def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse.Namespace:
@@ -46,21 +51,24 @@ def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse
     It is asked again while there are fewer slots than `--min-np`, for at most
     `--elastic-timeout` seconds.
     """
-    if (source := source_of(options)) is None:
+    if not (name := _source_of(options)):
         return options
-    name, find = source
     waits_until = time.monotonic() + options.elastic_timeout
     least = _least(options)
     while True:
         answers_until = max(waits_until, time.monotonic() + ANSWER_SECONDS)
-        hosts, trouble = find(min(end, answers_until) - time.monotonic())
-        slots = sum(hosts.values())
-        if trouble is None and slots >= least:
-            found = {"hosts": listed(hosts), "hostfile": None, "np": _ranks(options, slots)}
-            return argparse.Namespace(**{**vars(options), **found})
+        trouble = ""
+        try:
+            hosts = _find(options, min(end, answers_until) - time.monotonic())
+            slots = sum(hosts.values())
+            if slots >= least:
+                found = {"hosts": listed(hosts), "hostfile": None, "np": _ranks(options, slots)}
+                return argparse.Namespace(**{**vars(options), **found})
+        except ValueError as error:
+            trouble = str(error)
         if time.monotonic() >= end:
             raise TimeoutError
-        if (trouble is not None and not again) or time.monotonic() > waits_until:
+        if (trouble and not again) or time.monotonic() > waits_until:
             received = trouble or f"{slots}, after {options.elastic_timeout} s"
             remedy = "The script must print one host per line, such as h1:2, and exit with 0."
             if options.host_discovery_script is None:
@@ -79,16 +87,10 @@ class HostWatch:
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
-        source = source_of(options) if options.min_np or options.max_np else None
-        self._name = source[0] if source else ""
-        self._find = source[1] if source else None
+        #: whether the job may have to start again on other hosts
+        self.is_active = bool(_source_of(options) and (options.min_np or options.max_np))
         self._used: Hosts = {}
         self.has_asked = False
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the job may have to start again on other hosts."""
-        return self._find is not None
 
     def begin(self, started: argparse.Namespace) -> None:
         """Notes the hosts of a job that starts."""
@@ -96,33 +98,22 @@ class HostWatch:
         if self.is_active:
             self._used = slots_in_use(parse_hosts(started.hosts), started.np)
 
-    @contextlib.contextmanager
-    def beside_the_job(self) -> Iterator[None]:
-        """Runs in a thread while the job runs."""
-        if self._find is None:
-            yield
+    def follow(self, has_ended: threading.Event) -> None:
+        """Asks while a job runs, in a thread beside it."""
+        told, before, asked_at = "", None, -REPEAT_SECONDS
+        if not self.is_active or has_ended.wait(FIRST_SECONDS):
             return
-        has_ended = threading.Event()
-        arguments = self._find, has_ended
-        thread = threading.Thread(target=self._watch, args=arguments, name="keras_dist hosts")
-        thread.daemon = True
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
-
-    def _watch(self, find: Source, has_ended: threading.Event) -> None:
-        told, before, asked_at = None, None, -REPEAT_SECONDS
-        has_ended.wait(FIRST_SECONDS)
         while not has_ended.wait(PAUSE_SECONDS):
-            hosts, trouble = find(ANSWER_SECONDS)
-            if trouble is not None and trouble != told:
-                tell(f"{self._name} names no hosts while the job runs: {trouble}.")
-            told = trouble
-            if trouble is not None or has_ended.is_set():
+            try:
+                hosts = _find(self._options, ANSWER_SECONDS)
+            except ValueError as error:
+                if str(error) != told:
+                    name, told = _source_of(self._options), str(error)
+                    tell(f"{name} names no hosts while the job runs: {error}.")
                 continue
+            told = ""
+            if has_ended.is_set():
+                return
             # A host that comes and goes at once is no reason to stop.
             is_stable, before = hosts == before, hosts
             if is_stable and self._wants(hosts) and time.monotonic() > asked_at + REPEAT_SECONDS:
@@ -165,32 +156,22 @@ def _ranks(options: argparse.Namespace, slots: int) -> int:
     return min(slots, options.max_np or options.np or slots)
 
 
-def _read(path: str, seconds: float) -> tuple[Hosts, str | None]:
-    """Reads a hostfile; returns slots by host, and an error text or `None`."""
-    try:
-        hosts, wrong = parse_lines(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        return {}, str(error)
-    return hosts, None if wrong is None else repr(wrong)
-
-
 def tell(text: str) -> None:
     """Prints a line of the launcher."""
     print(f"keras-dist: {text}", file=sys.stderr, flush=True)
 
 
-def ask(script: Sequence[str], seconds: float) -> tuple[dict[str, int], str | None]:
-    """Runs a discovery script for some seconds; returns slots by host, and an error text."""
+def ask(script: Sequence[str], seconds: float) -> Hosts:
+    """Runs a discovery script for some seconds. Raises `ValueError` if it names no hosts."""
     try:
         output, code = _output(script, seconds)
     except subprocess.TimeoutExpired:
-        return {}, f"nothing within {seconds:.0f} s"
+        raise ValueError(f"nothing within {seconds:.0f} s") from None
     except OSError as error:
-        return {}, f"{error.strerror}: not an executable program"
+        raise ValueError(f"{error.strerror}: not an executable program") from None
     if code != 0:
-        return {}, f"exit code {code}"
-    hosts, wrong = parse_lines(output)
-    return hosts, None if wrong is None else repr(wrong)
+        raise ValueError(f"exit code {code}")
+    return parse_lines(output)
 
 
 def _output(script: Sequence[str], seconds: float) -> tuple[str, int]:

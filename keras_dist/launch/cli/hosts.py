@@ -61,8 +61,8 @@ def read_hostfile(path: str) -> dict[str, int]:
     return _collect(_lines(text), expected)
 
 
-def parse_lines(text: str) -> tuple[dict[str, int], str | None]:
-    """Returns ranks by host from the text of a hostfile, and the first invalid line."""
+def parse_lines(text: str) -> dict[str, int]:
+    """Parses ranks by host from the text of a hostfile. Raises `ValueError` for another text."""
     return _count(_lines(text))
 
 
@@ -134,29 +134,30 @@ def _lines(text: str) -> list[str]:
 
 
 def _collect(texts: Iterable[str], expected: str) -> dict[str, int]:
-    hosts, wrong = _count(texts)
-    if wrong is not None:
+    try:
+        hosts = _count(texts)
+    except ValueError as error:
         raise argument_error(
             expected,
-            repr(wrong),
+            str(error),
             "A host name has letters, digits, dots and dashes, and starts with a letter or digit. "
             "The number of slots after it is 1 or more.",
-        )
+        ) from None
     if not hosts:
         raise argument_error(expected, "no host", "Name a host, or leave the option out.")
     return hosts
 
 
-def _count(texts: Iterable[str]) -> tuple[dict[str, int], str | None]:
-    """Returns ranks by host, and the first invalid name."""
+def _count(texts: Iterable[str]) -> dict[str, int]:
+    """Returns ranks by host. Raises `ValueError` with the first invalid text."""
     hosts: collections.Counter[str] = collections.Counter()
     for text in texts:
         found = LINE.fullmatch(text.strip())
         slots = int(found["short"] or found["long"] or 1) if found else 0
         if found is None or not NAME.fullmatch(found["name"]) or slots < 1:
-            return {}, text.strip()
+            raise ValueError(repr(text.strip()))
         hosts[found["name"]] += slots
-    return dict(hosts), None
+    return dict(hosts)
 
 
 def _number(text: str | None) -> int | None:

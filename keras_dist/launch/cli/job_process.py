@@ -52,13 +52,13 @@ def run_job(
     seconds: float | None = None,
     output: IO[Any] | None = None,
     lost: Callable[[], Any] = bool,
-    beside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    follow: Callable[[threading.Event], Any] = threading.Event.is_set,
     process: "subprocess.Popen[bytes] | None" = None,
 ) -> Ended:
     """Runs a job to its end and forwards signals. No process of a failed job is left on this host.
 
     After a terminating signal the job has `GRACE_SECONDS`; Ctrl-C twice kills it at once. It has
-    some `seconds` at most, or no limit.
+    some `seconds` at most, or no limit. `follow` runs in a thread, until its event is set.
     """
     job = _Job(process)
     _prctl(_SUBREAPER, 1)  # orphans of mpiexec become children of this process
@@ -80,7 +80,7 @@ def run_job(
             )
         for number in job.signals:  # that arrived meanwhile
             job.process.send_signal(number)
-        with job.ending_without(lost), beside():
+        with _beside(lambda has_ended: job.end_without(lost, has_ended)), _beside(follow):
             code = job.process.wait()
         if lost():
             code = LOST_CODE if code <= 0 else code  # ended by this process, or 0 in error
@@ -97,32 +97,34 @@ def run_job(
     return Ended(code if code >= 0 else 128 - code, first, job.timed_out)
 
 
+@contextlib.contextmanager
+def _beside(work: Callable[[threading.Event], Any]) -> Iterator[None]:
+    """Runs a function in a thread, with an event that is set at the end of the context."""
+    has_ended = threading.Event()
+    arguments = (has_ended,)
+    thread = threading.Thread(target=work, args=arguments, name="keras_dist hosts", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
 class _Job:
     def __init__(self, process: "subprocess.Popen[bytes] | None") -> None:
         self.process = process
         self.signals: list[int] = []
         self.timed_out = False
 
-    @contextlib.contextmanager
-    def ending_without(self, lost: Callable[[], Any]) -> Iterator[None]:
+    def end_without(self, lost: Callable[[], Any], has_ended: threading.Event) -> None:
         """Ends mpiexec if a host is lost, unless it ends by itself."""
-        has_ended = threading.Event()
-
-        def watch() -> None:
-            while not lost():
-                if has_ended.wait(POLL_SECONDS):
-                    return
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                if not has_ended.wait(LOST_SECONDS) and self.process is not None:
-                    self.process.send_signal(number)
-
-        thread = threading.Thread(target=watch, name="keras_dist hosts", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            has_ended.set()
-            thread.join()
+        while not lost():
+            if has_ended.wait(POLL_SECONDS):
+                return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if not has_ended.wait(LOST_SECONDS) and self.process is not None:
+                self.process.send_signal(number)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and number in self.signals

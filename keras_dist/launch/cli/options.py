@@ -27,30 +27,18 @@ class Option:
     @property
     def field(self) -> str:
         """The attribute in the parsed options."""
-        words = self.names.split()
-        long = next((word for word in words if word.startswith("--")), words[0])
-        return long.lstrip("-").replace("-", "_")
+        return max(self.names.split(), key=len).lstrip("-").replace("-", "_")
 
     def add_to(self, parser: Any) -> None:
         """Adds the option to a parser, under all names."""
-        names = [*dict.fromkeys(f"{self.names} {self.horovod}".split())]
-        settings: dict[str, Any] = {
-            "dest": self.field,
-            "default": self.default,
-            "help": self.meaning,
-        }
-        if not self.metavar:
-            settings |= {"action": "store_true", "default": False}
-        elif self.repeated:
-            settings |= {
-                "action": "append",
-                "metavar": self.metavar,
-                "type": self.parse,
-                "default": [],
-            }
-        else:
-            settings |= {"metavar": self.metavar, "type": self.parse, "choices": self.choices}
-        parser.add_argument(*names, **settings)
+        names = dict.fromkeys(f"{self.names} {self.horovod}".split())
+        settings: dict[str, Any] = {"action": "store_true"}
+        if self.metavar:
+            settings = {"metavar": self.metavar, "type": self.parse, "choices": self.choices}
+            settings["action"] = "append" if self.repeated else "store"
+        parser.add_argument(
+            *names, dest=self.field, default=self.default, help=self.meaning, **settings
+        )
 
 
 def _number(least: int) -> Callable[[str], int]:
@@ -109,6 +97,7 @@ HOST_OPTIONS = (
         "NAME[=VALUE]",
         _setting,
         repeated=True,
+        default=[],
     ),
     Option(
         "--mpi-args",

@@ -188,11 +188,11 @@ def _run_with_restarts(
                 unwatched = {n: t for n, t in environment.items() if n not in connections.variables}
                 standby.prepare(command, {**unwatched, RESTART: str(restart + 1)})
         connections.begin()
-        beside = watch.beside_the_job
-        ended = run_job(command, environment, left, None, connections.lost, beside, process)
+        lost = connections.lost
+        ended = run_job(command, environment, left, None, lost, watch.follow, process)
         code = _exit_code(ended)
-        if ended.signal is None and not ended.timed_out and (lost := connections.lost()):
-            tell(lost)
+        if ended.signal is None and not ended.timed_out and (found := lost()):
+            tell(found)
         if ended.timed_out:
             tell("the job was ended after its time limit (--timeout).")
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:

@@ -200,9 +200,9 @@ def ends(monkeypatch):
     def end(*codes):
         left = iter(codes)
 
-        def run_job(command, environment, seconds, output, lost, beside, process):
+        def run_job(command, environment, seconds, output, lost, follow, process):
             code = next(left)
-            beside.__self__.has_asked = code == 75
+            follow.__self__.has_asked = code == 75
             return Ended(code, None, False)
 
         monkeypatch.setattr("keras_dist.launch.cli.run.run_job", run_job)
