@@ -257,15 +257,15 @@ class WriteScalars(SessionCallback):
                     for tag, value in _scalars(job).items()
                 ]
                 summary = tf.compat.v1.Summary(value=values)
-                write(step=job.rows[0].report.done, summary=summary)
+                write(step=job.rows[0].done, summary=summary)
 
 
 def _scalars(job: Job) -> dict[str, float]:
     """Returns what is known of a job by the names of TensorBoard, which groups them by prefix."""
     found: dict[str, float | None] = {"samples_per_second": job.samples_per_second}
-    found |= job.rows[0].report.logs
-    for row in job.rows:
-        report, gpu = row.report, row.report.gpu
+    found |= job.rows[0].logs
+    for report in job.rows:
+        gpu = report.gpu
         of_rank = {
             "steps_per_second": report.steps_per_second,
             "waiting": report.waiting,

@@ -5,6 +5,7 @@ involved. Requests and reports take the ways of a tree, so that the root exchang
 few ranks. A rank that does not answer is shown with the age of its last report, and is asked once.
 """
 
+import dataclasses
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keras_dist import _engine
-from keras_dist.monitor.report import Job, Report, Row, of_this_rank, take_sample
+from keras_dist.monitor.report import Job, Report, of_this_rank, take_sample
 
 POLL_SECONDS = 0.5
 BUSY_SECONDS = 0.05  # of a rank that waits for answers
@@ -90,11 +91,11 @@ class Collector:
         host, pid = self._processes[0]
         return Job(self._name, host, pid, self._started, time.time(), rows, self._note)
 
-    def _row(self, rank: int) -> Row:
+    def _row(self, rank: int) -> Report:
         if rank in self._known:
             report, asked = self._known[rank]
-            return Row(report, max(time.monotonic() - asked, 0.0))
-        return Row(Report(rank, *self._processes[rank], time=self._started), None)
+            return dataclasses.replace(report, age=max(time.monotonic() - asked, 0.0))
+        return Report(rank, *self._processes[rank], time=self._started)
 
     def _missing(self) -> list[int]:
         """Returns the ranks without a recent report."""

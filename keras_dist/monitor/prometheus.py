@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from keras_dist.monitor.report import Job, Row
+from keras_dist.monitor.report import Job, Report
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,9 +32,9 @@ HELP = {
 COUNTERS = ("steps", "waited_seconds")
 
 
-def _values(row: Row) -> dict[str, float | None]:
+def _values(report: Report) -> dict[str, float | None]:
     """Returns the figures of a rank, by their names after `keras_dist_`."""
-    report, gpu = row.report, row.report.gpu
+    gpu = report.gpu
     return {
         "epoch": report.epoch,
         "step": report.step,
@@ -46,7 +46,7 @@ def _values(row: Row) -> dict[str, float | None]:
         "memory_bytes": report.memory_nbytes,
         "gpu_use_ratio": gpu.use if gpu else None,
         "gpu_memory_bytes": gpu.memory_nbytes if gpu else None,
-        "report_age_seconds": row.age,
+        "report_age_seconds": report.age,
     }
 
 
@@ -61,9 +61,9 @@ class _Collector(Collector):
     def __init__(self, jobs: Sequence[Job]):
         self._jobs = [([job.name, str(job.pid)], job) for job in jobs]
         self._rows = [
-            ([*labels, str(row.report.rank), row.report.host], row)
+            ([*labels, str(report.rank), report.host], report)
             for labels, job in self._jobs
-            for row in job.rows
+            for report in job.rows
         ]
 
     def collect(self) -> Iterator[Metric]:
@@ -74,16 +74,16 @@ class _Collector(Collector):
         for name, text in HELP.items():
             kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
             family = kind(f"keras_dist_{name}", text, labels=LABELS)
-            for labels, row in self._rows:
-                if (value := _values(row)[name]) is not None:
+            for labels, report in self._rows:
+                if (value := _values(report)[name]) is not None:
                     family.add_metric(labels, value)
             if family.samples:
                 yield family
         logs = GaugeMetricFamily(
             "keras_dist_logs", "Latest logs of Keras, by name.", labels=[*LABELS, "metric"]
         )
-        for labels, row in self._rows:
-            for name, value in row.report.logs.items():
+        for labels, report in self._rows:
+            for name, value in report.logs.items():
                 logs.add_metric([*labels, name], value)
         if logs.samples:
             yield logs

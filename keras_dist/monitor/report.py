@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WINDOW_SECONDS = 10.0  # over which rates are computed
 SLOW_SHARE = 0.05  # the slowest rank waits less than others by this ratio
+SILENT_SECONDS = 5.0  # a rank with an older report does not answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Report:
         waited_seconds: seconds of waiting since the start of the process.
         waits_in: the collective in which it waits now, with seconds; or `""`.
         memory_nbytes: resident memory of the process.
+        age: seconds since the root requested it; `None` before the first answer.
     """
 
     rank: int
@@ -55,6 +57,36 @@ class Report:
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
     memory_nbytes: int | None = None
     gpu: Gpu | None = None
+    age: float | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank does not answer."""
+        return self.age is None or self.age > SILENT_SECONDS
+
+    def cells(self) -> dict[str, str]:
+        """Returns the texts for a row of a table, by the heads of its columns."""
+        state = f"waits in {self.waits_in}" if self.waits_in else self.state
+        if self.age is None:
+            state = "has not answered"
+        elif self.is_silent:
+            state = f"no answer for {self.age:.0f} s"
+        gpu = self.gpu
+        use = "" if gpu is None or gpu.use is None else f"{gpu.use:.0%}"
+        return {
+            "rank": str(self.rank),
+            "host": self.host,
+            "pid": str(self.pid or ""),
+            "state": state,
+            "epoch": _of(self.epoch, self.epochs),
+            "step": _of(self.step, self.steps),
+            "steps/s": _rounded(self.steps_per_second),
+            "samples/s": _rounded(self.samples_per_second),
+            "waiting": "" if self.waiting is None else f"{self.waiting:.0%}",
+            "memory": _gib(self.memory_nbytes),
+            "GPU": f"{gpu.place} {use}".strip() if gpu else "",
+            "GPU memory": _gib(gpu.memory_nbytes if gpu else None),
+        }
 
     def to_fields(self) -> dict[str, Any]:
         """Returns the fields for JSON; in `logs`, values that are not finite become text."""
@@ -75,12 +107,18 @@ class Report:
         return cls(**fields)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A rank."""
+def _of(number: int | None, total: int | None) -> str:
+    if number is None:
+        return ""
+    return str(number) if total is None else f"{number}/{total}"
 
-    report: Report
-    age: float | None  # seconds since the report was requested; `None` before the first answer
+
+def _rounded(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _gib(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**30:.2f} GiB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +130,17 @@ class Job:
     pid: int
     started: float  # when the ranks joined, in seconds since 1970
     time: float
-    rows: list[Row]
+    rows: list[Report]  # by rank
     note: str = ""
 
     @property
     def nodes(self) -> int:
-        return len({row.report.host for row in self.rows})
+        return len({report.host for report in self.rows})
 
     @property
     def samples_per_second(self) -> float | None:
         """Samples per second of all ranks, if every rank reports them."""
-        speeds = [row.report.samples_per_second for row in self.rows]
+        speeds = [report.samples_per_second for report in self.rows]
         known = [speed for speed in speeds if speed is not None]
         return sum(known) if len(known) == len(speeds) else None
 
@@ -122,7 +160,6 @@ class Job:
 
     def to_json(self) -> str:
         """Returns one line of JSON, with what follows from the reports."""
-        rows = [{**row.report.to_fields(), "age": row.age} for row in self.rows]
         fields = {
             "job": self.name,
             "host": self.host,
@@ -134,7 +171,7 @@ class Job:
             "waiting": self.waiting,
             "slowest": self.slowest,
             "note": self.note,
-            "ranks": rows,
+            "ranks": [report.to_fields() for report in self.rows],
         }
         return json.dumps(fields)
 
@@ -143,14 +180,14 @@ class Job:
         """Returns the job that a line stands for."""
         try:
             found = json.loads(text)
-            rows = [Row(Report.from_fields(row), row["age"]) for row in found["ranks"]]
+            rows = [Report.from_fields(row) for row in found["ranks"]]
             moments = found["started"], found["time"]
             return cls(found["job"], found["host"], found["pid"], *moments, rows, found["note"])
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"no job: {error!r}") from None
 
     def _waiting(self) -> dict[int, float]:
-        shares = {row.report.rank: row.report.waiting for row in self.rows}
+        shares = {report.rank: report.waiting for report in self.rows}
         return {rank: share for rank, share in shares.items() if share is not None}
 
 

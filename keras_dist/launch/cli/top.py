@@ -18,13 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_dist import errors
-from keras_dist.monitor.report import Job, Row
+from keras_dist.monitor.report import Job
 from keras_dist.monitor.server import Server
 from keras_dist.monitor.sockets import find_sockets, is_of_this_node, jobs_of
 
 NONE_FOUND = 1
 REDRAWS_PER_SECOND = 2
-SILENT_SECONDS = 5.0  # a rank with an older report does not answer
 PLAIN_WIDTH = 160  # characters, without a terminal
 
 DESCRIPTION = """Shows the jobs of this user whose rank 0 is on this node: ranks, step, loss,
@@ -197,7 +196,7 @@ def _address(text: str) -> tuple[str, int]:
 
 def _table(job: Job) -> Table:
     """Returns the table of a job, with a row for each rank."""
-    has_gpu = any(row.report.gpu for row in job.rows)
+    has_gpu = any(report.gpu for report in job.rows)
     drawn = Table(
         title=Text(_title(job)),
         caption=Text(_summary(job)),
@@ -207,13 +206,13 @@ def _table(job: Job) -> Table:
         box=SIMPLE_HEAD,
     )
     heads = ["rank", "host", "state", "epoch", "step", "steps/s", "samples/s", "waiting", "memory"]
-    for head in heads + ["GPU", "GPU memory"] * has_gpu:
+    heads += ["GPU", "GPU memory"] * has_gpu
+    for head in heads:
         drawn.add_column(head, justify="left" if head in ("host", "state") else "right")
-    for row in job.rows:
-        cells = _cells(row, has_gpu)
-        silent = row.age is None or row.age > SILENT_SECONDS
-        style = "red" if silent else "yellow" if row.report.rank == job.slowest else None
-        drawn.add_row(*map(Text, cells), style=style)
+    for report in job.rows:
+        cells, is_slowest = report.cells(), report.rank == job.slowest
+        style = "red" if report.is_silent else "yellow" if is_slowest else None
+        drawn.add_row(*(Text(cells[head]) for head in heads), style=style)
     return drawn
 
 
@@ -226,7 +225,7 @@ def _title(job: Job) -> str:
 
 
 def _summary(job: Job) -> str:
-    parts = [f"{name} {value:.4g}" for name, value in job.rows[0].report.logs.items()]
+    parts = [f"{name} {value:.4g}" for name, value in job.rows[0].logs.items()]
     if job.samples_per_second is not None:
         parts.append(f"{job.samples_per_second:,.0f} samples/s in total")
     if job.waiting is not None:
@@ -236,45 +235,6 @@ def _summary(job: Job) -> str:
     if job.note:
         parts.append(job.note)
     return ", ".join(parts)
-
-
-def _cells(row: Row, has_gpu: bool) -> list[str]:
-    report = row.report
-    state = (report.waits_in and f"waits in {report.waits_in}") or report.state
-    if row.age is None:
-        state = "has not answered"
-    elif row.age > SILENT_SECONDS:
-        state = f"no answer for {row.age:.0f} s"
-    cells = [
-        str(report.rank),
-        report.host,
-        state,
-        _of(report.epoch, report.epochs),
-        _of(report.step, report.steps),
-        _number(report.steps_per_second),
-        _number(report.samples_per_second),
-        "" if report.waiting is None else f"{report.waiting:.0%}",
-        _bytes(report.memory_nbytes),
-    ]
-    if has_gpu:
-        gpu = report.gpu
-        use = "" if gpu is None or gpu.use is None else f" {gpu.use:.0%}"
-        cells += [f"{gpu.place}{use}", _bytes(gpu.memory_nbytes)] if gpu else ["", ""]
-    return cells
-
-
-def _of(number: int | None, total: int | None) -> str:
-    if number is None:
-        return ""
-    return str(number) if total is None else f"{number}/{total}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _bytes(nbytes: int | None) -> str:
-    return "" if nbytes is None else f"{nbytes / 2**30:.2f} GiB"
 
 
 def _duration(seconds: float) -> str:

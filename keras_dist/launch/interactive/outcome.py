@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import pickle
-import threading
 import time
 import traceback
 import types
@@ -18,6 +17,8 @@ from typing import Any
 import cloudpickle
 
 from keras_dist import errors
+from keras_dist.monitor.report import Report
+from keras_dist.storage import atomic_write
 
 SHOWN_LINES = 20
 
@@ -200,26 +201,26 @@ class JobFiles:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return "\n".join(lines[-SHOWN_LINES:])
 
-    def put_report(self, rank: int, report: dict[str, Any]) -> None:
+    def put_report(self, report: Report) -> None:
         """Writes the progress of a rank as JSON."""
-        self._put(f"report-{rank}", json.dumps(report).encode())
+        self._put(f"report-{report.rank}", json.dumps(report.to_fields()).encode())
 
-    def report(self, rank: int) -> dict[str, Any]:
+    def report(self, rank: int) -> Report:
         """Returns the latest progress of a rank."""
         try:
-            report = json.loads((self.folder / f"report-{rank}").read_bytes())
+            report = Report.from_fields(json.loads((self.folder / f"report-{rank}").read_bytes()))
         except FileNotFoundError:
-            report = {"state": "starting"}
+            report = Report(rank, host="", pid=0, time=0.0, state="starting")
+        state = report.state or "running"
         if (self.folder / f"failure-{rank}").exists():
-            report["state"] = "failed"
+            state = "failed"
         elif (self.folder / f"value-{rank}").exists():
-            report["state"] = "returned"
-        return report
+            state = "returned"
+        return dataclasses.replace(report, state=state, waits_in="", age=0.0)
 
     def _put(self, name: str, content: bytes) -> None:
         """Writes a file atomically, without waiting for the disk."""
-        path = self.folder / f".{name}-{threading.get_native_id()}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(path, self.folder / name)
+        with atomic_write.beside(self.folder / name) as path:
+            path.touch(0o600)
+            path.write_bytes(content)
+            os.replace(path, self.folder / name)

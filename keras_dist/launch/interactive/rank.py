@@ -14,7 +14,9 @@ from collections.abc import Iterator
 
 import cloudpickle
 
+from keras_dist import runtime
 from keras_dist.launch.interactive.outcome import JobFiles, as_failure, as_value
+from keras_dist.monitor.report import of_this_process, of_this_rank
 from keras_dist.runtime import launch_environment
 
 REPORT_SECONDS = 0.5
@@ -56,11 +58,7 @@ def _report_periodically(exchange: JobFiles, rank: int) -> None:
 
 
 def _report(exchange: JobFiles, rank: int) -> None:
-    from keras_dist import runtime
-    from keras_dist.monitor.report import of_this_process, of_this_rank
-
-    report = of_this_rank() if runtime.is_initialized() else of_this_process(rank)
-    exchange.put_report(rank, report.to_fields())
+    exchange.put_report(of_this_rank() if runtime.is_initialized() else of_this_process(rank))
 
 
 @contextlib.contextmanager

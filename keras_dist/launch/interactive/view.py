@@ -4,33 +4,14 @@ import codecs
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from keras_dist.launch.interactive.outcome import JobFiles
 
 TABLE_SECONDS = 0.5
-
-
-def _as_gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB"
-
-
-def _gpu_text(gpu: Any) -> str:
-    use = "" if gpu["use"] is None else f" {gpu['use']:.0%}"
-    return f"{gpu['place']}{use}, {_as_gib(gpu['memory_nbytes'])}"
-
-
-# Title, field of a report, format of a cell. A column without values is omitted.
-COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("host", "host", str),
-    ("pid", "pid", str),
-    ("state", "state", lambda state: state or "running"),
-    ("step", "step", str),
-    ("samples/s", "samples_per_second", lambda speed: f"{speed:,.0f}"),
-    ("memory", "memory_nbytes", _as_gib),
-    ("GPU", "gpu", _gpu_text),
-)
+# A column without values is omitted.
+COLUMNS = ("host", "pid", "state", "step", "samples/s", "memory", "GPU", "GPU memory")
 
 
 class View:
@@ -67,18 +48,14 @@ class View:
         """Returns the table of ranks for rich."""
         from rich.table import Table
 
-        reports = [self._exchange.report(rank) for rank in range(self._np)]
-        shown = {
-            name: ["" if report.get(key) is None else show(report[key]) for report in reports]
-            for name, key, show in COLUMNS
-        }
+        rows = [self._exchange.report(rank).cells() for rank in range(self._np)]
         table = Table(box=None, header_style="dim", pad_edge=False)
         table.add_column("rank", justify="right")
-        filled = [name for name, cells in shown.items() if any(cells)]
+        filled = [name for name in COLUMNS if any(row[name] for row in rows)]
         for name in filled:
             table.add_column(name)
-        for rank in range(self._np):
-            table.add_row(str(rank), *(shown[name][rank] for name in filled))
+        for row in rows:
+            table.add_row(row["rank"], *(row[name] for name in filled))
         return table
 
 

@@ -190,7 +190,7 @@ def watched_root() -> None:
             except (OSError, StopIteration):  # of the dead, or of another job's end
                 pass
         [job] = [job for job in found if job.pid == int(pids[0])]
-        assert [row.report.pid for row in job.rows] == pids
+        assert [row.pid for row in job.rows] == pids
         return job
 
     pids = ops.allgather_object(os.getpid())

@@ -235,13 +235,13 @@ def test_the_table_shows_what_is_known_of_each_rank(tmp_path):
     speed = {"state": "fit", "steps": 64, "samples_per_second": 1234.5}
     device = Gpu("H200", 0.5, 3 * 2**30, 100)
     first = Report(0, "h1", 7, 0.0, memory_nbytes=2**30, step=3, gpu=device, **speed)
-    exchange.put_report(0, first.to_fields())
+    exchange.put_report(first)
     exchange.put_outcome(1, Failure("ValueError", "", b"", False))
     console = Console(file=io.StringIO(), width=120)
     console.print(View(exchange, 3).table())
     head, *rows = (line.split() for line in console.file.getvalue().splitlines())
-    assert head == "rank host pid state step samples/s memory GPU".split()
-    assert rows[0] == "0 h1 7 fit 3 1,234 1.0 GiB 50%, 3.0 GiB".split()
+    assert head == "rank host pid state step samples/s memory GPU GPU memory".split()
+    assert rows[0] == "0 h1 7 fit 3/64 1,234 1.00 GiB 50% 3.00 GiB".split()
     assert rows[1:] == [["1", "failed"], ["2", "starting"]]
 
 

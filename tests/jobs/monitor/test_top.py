@@ -134,11 +134,11 @@ def test_jobs_are_watched_until_they_end_or_are_killed(begin, runtime_directory,
         return found[root].slowest == 1 and found
 
     jobs = wait_until(slow, folder)
-    assert [row.report.pid for row in jobs[root].rows] == [root, second]
+    assert [report.pid for report in jobs[root].rows] == [root, second]
     assert jobs[alone].slowest is None
-    first, last = (row.report.waiting for row in jobs[root].rows)
+    first, last = (report.waiting for report in jobs[root].rows)
     assert first > last
-    assert all(row.report.memory_nbytes > 2**20 and row.age < 60 for row in jobs[root].rows)
+    assert all(each.memory_nbytes > 2**20 and each.age < 60 for each in jobs[root].rows)
     drawn = top("--once", str(root)).stdout
     assert "2 ranks on 1 node" in drawn and "slowest: rank 1" in drawn and "waiting" in drawn
 
@@ -207,8 +207,7 @@ def test_a_fit_is_watched(begin):
         return found is not None and found.samples_per_second and found
 
     found = wait_until(speeds, folder)
-    reports = [row.report for row in found.rows]
-    for report in reports:
+    for report in found.rows:
         assert (report.state, report.epochs, report.steps) == ("fit", 500, 8)
         assert 1 <= report.epoch <= 500 and 0 <= report.step <= 8
         assert report.logs["loss"] > 0
