@@ -80,10 +80,7 @@ def _exit_code(outcome: Any) -> int:
     """Returns the exit code of a rank: that of `sys.exit` in the script, or 1 after a failure."""
     if not isinstance(outcome, Failure):
         return 0
-    try:
-        error = cloudpickle.loads(outcome.pickled) if outcome.pickled else None
-    except Exception:  # some exceptions cannot be rebuilt from their arguments
-        error = None
+    error = outcome.error()
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     print(f"keras_dist: {outcome.text}", file=sys.stderr, flush=True)

@@ -41,6 +41,13 @@ class Failure:
     is_consequence: bool
     moment: float = dataclasses.field(default_factory=time.time)
 
+    def error(self) -> BaseException | None:
+        """Returns the exception; `None` for one that cannot be rebuilt from its arguments."""
+        try:
+            return cloudpickle.loads(self.pickled)
+        except Exception:  # also for no bytes
+            return None
+
 
 def as_value(value: Any, rank: int) -> Value:
     """Returns a value as the outcome of a rank. Raises `ArgumentTypeError` if it has no pickle."""
@@ -98,12 +105,7 @@ def raise_failure(
         failure.text,
         f"Traceback:\n{failure.traceback}" + (f"Output:\n{printed}" if printed else ""),
     )
-    error = errors.RankError(text, rank, failure.traceback)
-    try:
-        error.__cause__ = cloudpickle.loads(failure.pickled) if failure.pickled else None
-    except Exception:  # some exceptions cannot be rebuilt from their arguments
-        error.__cause__ = None
-    raise error
+    raise errors.RankError(text, rank, failure.traceback) from failure.error()
 
 
 def value_of(outcome: Any, rank: int, np: int) -> Any:

@@ -69,8 +69,8 @@ def join_world(address: str, rank: int, size: int, token: str, timeout: float = 
     }
     member = _connect(address, token, {**me, "purpose": "member"}, where)
     mpi = _connect(address, token, {**me, "purpose": "mpi"}, where)
-    _expect(_receive(mpi, timeout, where), "joined", where)
-    start = _expect(_receive(member, timeout, where), "start", where)
+    _expect("joined", mpi, timeout, where)
+    start = _expect("start", member, timeout, where)
     os.environ.update(
         PMI_FD=str(mpi.detach()),
         PMI_RANK=str(rank),
@@ -175,9 +175,9 @@ def _connect(address: str, token: str, me: dict[str, Any], where: str) -> Channe
     return channel
 
 
-def _receive(channel: Channel, timeout: float, where: str) -> dict[str, Any] | None:
+def _expect(event: str, channel: Channel, timeout: float, where: str) -> dict[str, Any]:
     try:
-        return channel.receive(timeout)
+        message = channel.receive(timeout) or {}
     except TimeoutError:
         raise errors.LaunchError(
             where,
@@ -185,12 +185,9 @@ def _receive(channel: Channel, timeout: float, where: str) -> dict[str, Any] | N
             "fewer",
             "Look at the log of the driver, or pass a longer timeout.",
         ) from None
-
-
-def _expect(message: dict[str, Any] | None, event: str, where: str) -> dict[str, Any]:
-    if message is not None and message.get("event") == event:
+    if message.get("event") == event:
         return message
-    reason = (message or {}).get("reason", "the server has closed the connection")
+    reason = message.get("reason", "the server has closed the connection")
     raise errors.LaunchError(f"{where} This rank could not join the world: {reason}")
 
 

@@ -5,7 +5,6 @@ which stays, runs each rank in a process of its own.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -101,16 +100,15 @@ def gather(poll: Callable[[float], list[Outcome]], server: WorldServer) -> list[
     outcomes = [outcome or lost(None, server) for outcome in outcomes]
     if any(isinstance(outcome, Failure) for outcome in outcomes):
         wait_for_cause(server)
-        outcomes = [
-            dataclasses.replace(outcome, is_consequence=True)
-            if isinstance(outcome, Failure) and server.failed_rank not in (None, rank)
-            else outcome
-            for rank, outcome in enumerate(outcomes)
+        failures = [outcome if isinstance(outcome, Failure) else None for outcome in outcomes]
+        causes = [
+            failure
+            if failure and not failure.is_consequence and server.failed_rank in (None, rank)
+            else None
+            for rank, failure in enumerate(failures)
         ]
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-        if all(failure.is_consequence for failure in failures):
-            raise errors.RankError(server.failure or failures[0].text)
-        raise_failure(outcomes)
+        raise_failure(causes)
+        raise errors.RankError(server.failure or next(filter(None, failures)).text)
     return [value_of(outcome, rank, len(outcomes)) for rank, outcome in enumerate(outcomes)]
 
 

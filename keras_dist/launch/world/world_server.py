@@ -266,11 +266,9 @@ class WorldServer:
             self._hear(rank, End.DIED, "has ended without leaving the job.")
 
     def _expire(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
         with self._changed:
             joined = self._changed.wait_for(
-                lambda: self._closed or self.failure or len(self._missing()) == 0,
-                max(0.0, end - time.monotonic()),
+                lambda: self._closed or self.failure or not self._missing(), timeout
             )
             missing = self._missing()
         if joined:
