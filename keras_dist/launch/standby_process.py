@@ -32,14 +32,13 @@ CGROUP = Path("/sys/fs/cgroup")
 def main() -> None:
     """Waits, then runs the program."""
     held, count, *program = sys.argv[1:]
-    settings = config.settings()
     outputs = [os.dup(stream) for stream in (1, 2)]
-    channel = _connect(settings)
+    channel = _connect()
     told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    listen = threading.Thread(target=_listen, args=(channel, told, settings), daemon=True)
+    listen = threading.Thread(target=_listen, args=(channel, told), daemon=True)
     listen.start()
     _send_output_to([os.open(os.devnull, os.O_WRONLY)] * 2)
-    notes = _notes(settings, told)
+    notes = _notes(told)
     if notes is not None:
         with contextlib.suppress(OSError):  # `_listen` ends this process
             channel.send(event="noticed", steps=notes["steps"])
@@ -51,7 +50,7 @@ def main() -> None:
     if notes is not None:
         folder = "" if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
         sys.path[0:0] = [] if sys.flags.safe_path else [folder or os.getcwd()]
-        _import(notes, told, settings)
+        _import(notes, told)
     message = told.get()
     listen.join()
     channel.close()
@@ -67,14 +66,14 @@ def main() -> None:
     run_as_main(words)
 
 
-def _connect(settings: config.Settings) -> Channel:
+def _connect() -> Channel:
     """Connects to the launcher; a process that does not reach it ends."""
-    token, *addresses = settings.standby_server.split("@")
+    token, *addresses = config.settings().standby_server.split("@")
     announced = launch_environment.announced_size()
     me = {
         "rank": launch_environment.announced_rank(),
         "size": 1 if announced is None else announced.size,
-        "restart": settings.restart,
+        "restart": config.settings().restart,
     }
     for address in addresses:
         with contextlib.suppress(OSError):
@@ -84,16 +83,14 @@ def _connect(settings: config.Settings) -> Channel:
     os._exit(0)
 
 
-def _listen(
-    channel: Channel, told: "queue.SimpleQueue[dict[str, Any]]", settings: config.Settings
-) -> None:
+def _listen(channel: Channel, told: "queue.SimpleQueue[dict[str, Any]]") -> None:
     """Waits for the word of the launcher; ends this process with the connection."""
     message = None
     with contextlib.suppress(OSError):
         message = channel.receive()
     if message is None:
         if launch_environment.announced_local_rank() == 0:
-            remove_imports(settings)
+            remove_imports()
         os._exit(0)
     told.put(message)
 
@@ -105,19 +102,17 @@ def _send_output_to(files: list[int]) -> None:
         os.close(file)
 
 
-def _notes(settings: config.Settings, told: "queue.SimpleQueue[Any]") -> dict[str, Any] | None:
+def _notes(told: "queue.SimpleQueue[Any]") -> dict[str, Any] | None:
     """Waits until the job has told its imports; returns `None` if this process must go before."""
     while told.empty():
-        notes = read_imports(settings, settings.restart - 1)
+        notes = read_imports(config.settings().restart - 1)
         if notes is not None:
             return notes
         time.sleep(POLL_SECONDS)
     return None
 
 
-def _import(
-    notes: dict[str, Any], told: "queue.SimpleQueue[Any]", settings: config.Settings
-) -> None:
+def _import(notes: dict[str, Any], told: "queue.SimpleQueue[Any]") -> None:
     """Imports the same files with the variables that the program sets before.
 
     One process of a node after the other: the job needs the cores meanwhile.
@@ -127,7 +122,7 @@ def _import(
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
-    with _turn(imports_file(settings), told):
+    with _turn(imports_file(), told):
         for name, origin in notes["modules"]:
             with contextlib.suppress(Exception, SystemExit):
                 found = importlib.util.find_spec(name)

@@ -26,27 +26,24 @@ READ = ("KERAS_", "JAX_", "XLA_", "TF_", "TORCH_", "PYTORCH_")  # by frameworks,
 
 def tell_imports() -> None:
     """Starts the thread that writes the file, on one rank of each node."""
-    settings = config.settings()
     if launch_environment.announced_local_rank() == 0:
-        thread = threading.Thread(target=_tell, args=(settings,), name="keras_dist imports")
-        thread.daemon = True
-        thread.start()
+        threading.Thread(target=_tell, name="keras_dist imports", daemon=True).start()
 
 
-def imports_file(settings: config.Settings) -> Path | None:
+def imports_file() -> Path | None:
     """Returns the path of the file of this job on this node; `None` before it is written."""
-    found = memory_directory.find(_directory(settings), settings)
+    found = memory_directory.find(_directory(), config.settings())
     return None if found is None else found / FILE
 
 
-def remove_imports(settings: config.Settings) -> None:
+def remove_imports() -> None:
     """Removes the file of this job from this node."""
-    memory_directory.remove(_directory(settings))
+    memory_directory.remove(_directory())
 
 
-def read_imports(settings: config.Settings, restart: int) -> dict[str, Any] | None:
+def read_imports(restart: int) -> dict[str, Any] | None:
     """Returns the modules and variables that a start of the job has told; `None` before."""
-    if (path := imports_file(settings)) is None:
+    if (path := imports_file()) is None:
         return None
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -55,11 +52,11 @@ def read_imports(settings: config.Settings, restart: int) -> dict[str, Any] | No
     return found if found["restart"] == restart else None
 
 
-def _directory(settings: config.Settings) -> str:
-    return memory_directory.directory_of(settings.job_id, Path("/imports"))
+def _directory() -> str:
+    return memory_directory.directory_of(config.settings().job_id, Path("/imports"))
 
 
-def _tell(settings: config.Settings) -> None:
+def _tell() -> None:
     from keras_dist import _engine  # imports numpy, which a process that stands by does later
 
     end = time.monotonic() + LONGEST_SECONDS
@@ -70,15 +67,15 @@ def _tell(settings: config.Settings) -> None:
     # The program chooses GPUs itself, which precedes the imports.
     chooses = any(name.endswith("VISIBLE_DEVICES") for name in changed)
     found = {
-        "restart": settings.restart,
+        "restart": config.settings().restart,
         "steps": _engine.progress.done(),
         "modules": [] if chooses else _modules(),
         "mpi": _engine.library.is_loaded_here(),
         "environment": {name: text for name, text in changed.items() if name.startswith(READ)},
     }
     try:
-        memory_directory.remove_old(_directory(settings))
-        target = memory_directory.make_directory(_directory(settings)) / FILE
+        memory_directory.remove_old(_directory())
+        target = memory_directory.make_directory(_directory()) / FILE
         with atomic_write.beside(target) as path:
             path.write_text(json.dumps(found))
             atomic_write.move(path, target)
