@@ -47,9 +47,13 @@ def directory() -> Path:
 
 
 def find_sockets() -> list[Path]:
-    """Returns the sockets of this user's jobs, the newest first."""
+    """Returns the sockets of this user's jobs on this node, the newest first.
+
+    Nodes may share the directory.
+    """
     candidates = filter(is_private_directory, _candidates())
-    found = [path for folder in candidates for path in folder.glob(f"*{SUFFIX}")]
+    name = f"{os.uname().nodename}-*{SUFFIX}"
+    found = [path for folder in candidates for path in folder.glob(name)]
     dated = []
     for path in found:
         with contextlib.suppress(OSError):  # the job has ended
@@ -58,8 +62,8 @@ def find_sockets() -> list[Path]:
 
 
 def remove_dead() -> None:
-    """Removes sockets of this node without a listener, because the root was killed."""
-    for path in filter(is_of_this_node, find_sockets()):
+    """Removes sockets without a listener, because the root was killed."""
+    for path in find_sockets():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
             try:
@@ -68,11 +72,6 @@ def remove_dead() -> None:
                 path.unlink(missing_ok=True)
             except OSError:  # the job has just ended
                 continue
-
-
-def is_of_this_node(path: Path) -> bool:
-    """Returns whether a socket belongs to this node; nodes may share the directory."""
-    return path.name.startswith(f"{os.uname().nodename}-")
 
 
 def jobs_of(address: Path | tuple[str, int], token: str = "") -> Iterator[Job]:

@@ -20,7 +20,7 @@ from rich.text import Text
 from keras_dist import errors
 from keras_dist.monitor.report import Job
 from keras_dist.monitor.server import Server
-from keras_dist.monitor.sockets import find_sockets, is_of_this_node, jobs_of
+from keras_dist.monitor.sockets import find_sockets, jobs_of, remove_dead
 
 NONE_FOUND = 1
 REDRAWS_PER_SECOND = 2
@@ -121,14 +121,11 @@ def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
                 "Start it with KERAS_DIST_TOP_PORT, and open the tunnel to the node of rank 0.",
             ) from None
         return
+    remove_dead()
     for path in find_sockets():
         stream = jobs_of(path)
         try:
             job = next(stream)
-        except ConnectionRefusedError:  # the root was killed, or the node is down
-            if is_of_this_node(path):
-                path.unlink(missing_ok=True)
-            continue
         except (OSError, StopIteration, errors.ArgumentError) as error:
             print(f"keras-dist top: {path.name}: {error or 'ended'}", file=sys.stderr, flush=True)
             continue
