@@ -63,19 +63,17 @@ def _alive_options(limit: int) -> list[str]:
 class Connections:
     """The connections of one job. A host is lost after `limit` seconds of silence; 0: never."""
 
-    def __init__(self, notes: Path | None = None, limit: int = 0, agent: str = ""):
+    def __init__(self, notes: Path, limit: int, agent: str):
         self._notes, self._limit = notes, limit
         self.variables = {"PRTE_MCA_plm_ssh_agent": agent} if agent else {}
 
     def begin(self) -> None:
         """Forgets what was noted, before a start of the job."""
-        if self._notes is not None:
-            self._notes.unlink(missing_ok=True)
+        self._notes.unlink(missing_ok=True)
 
     def lost(self) -> str:
         """Returns an error that names the hosts that are lost; empty if there are none."""
-        found = {} if self._notes is None else read_notes(self._notes)
-        if not found:
+        if not (found := read_notes(self._notes)):
             return ""
         told = ", ".join(f"exit code {code} of ssh to {host}" for host, code in found.items())
         patience = ""
@@ -101,10 +99,9 @@ def watched_connections(library: Library, ssh: str | None, limit: int) -> Iterat
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:
         notes = Path(folder) / "connections"
         words = [] if ssh is None else agent_command(ssh, notes, limit)
-        if not words or not library.survives_rank_loss or shlex.join(words) != " ".join(words):
-            yield Connections()  # PRRTE divides a command at its blanks
-        else:
-            yield Connections(notes, limit, " ".join(words))
+        # PRRTE divides a command at its blanks.
+        is_usable = library.survives_rank_loss and shlex.join(words) == " ".join(words)
+        yield Connections(notes, limit, " ".join(words) if is_usable else "")
 
 
 if __name__ == "__main__":

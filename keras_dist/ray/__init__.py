@@ -4,13 +4,6 @@ The names are those of `__init__.pyi`. They are imported when they are used: the
 that only watch workers import no Keras.
 """
 
-from typing import Any
-
 import lazy_loader
 
-_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-
-def __getattr__(name: str) -> Any:
-    globals()[name] = value = _load(name)
-    return value
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -268,13 +268,8 @@ def interfaces() -> dict[str, int]:
     """Returns the interfaces that are up, and their speed in Mbit/s; 0 if unknown."""
     found = {}
     for path in sorted(INTERFACES.glob("*")):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # virtual interfaces have no speed
             if path.name != "lo" and (path / "operstate").read_text().strip() in ("up", "unknown"):
-                found[path.name] = _speed(path)
+                found[path.name] = 0
+                found[path.name] = max(0, int((path / "speed").read_text()))
     return found
-
-
-def _speed(path: Path) -> int:
-    with contextlib.suppress(OSError, ValueError):  # virtual interfaces have none
-        return max(0, int((path / "speed").read_text()))
-    return 0

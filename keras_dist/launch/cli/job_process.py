@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -87,7 +87,7 @@ def run_job(
         # Later signals belong to the caller, after the job is gone.
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         if code != 0:
-            _kill(lambda: _children() - others)
+            kill_children(others)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
@@ -142,18 +142,13 @@ class _Job:
             self.pass_on(signal.SIGTERM, frame)
 
 
-def kill_children() -> None:
-    """Kills all children of this thread, the main one, among them all orphans of jobs."""
-    _kill(_children)
-
-
-def _kill(list_them: Callable[[], set[int]]) -> None:
-    """Kills processes until there are none; orphans are reparented to this process.
+def kill_children(others: Set[int] = frozenset()) -> None:
+    """Kills all children of this thread, the main one, but others; orphans of jobs are among them.
 
     Processes that forward the output of ranks ignore SIGTERM: they end after the last line.
     """
     begin, asked = time.monotonic(), set[int]()
-    while (pids := list_them()) and time.monotonic() < begin + KILL_SECONDS:
+    while (pids := _children() - others) and time.monotonic() < begin + KILL_SECONDS:
         by_force = time.monotonic() > begin + LAST_WORDS_SECONDS
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
