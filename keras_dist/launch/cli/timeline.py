@@ -1,6 +1,7 @@
 """`keras-dist timeline`: summarizes the timeline of a job."""
 
 import argparse
+import itertools
 from typing import Any
 
 from rich.console import Console, Group
@@ -8,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_dist import errors
-from keras_dist.launch.cli.timeline_contents import Operations, Periods, notes, operations, periods
+from keras_dist.launch.cli.timeline_contents import Contents, notes, tables
 from keras_dist.launch.cli.timeline_figures import COLOURS, save_html, save_png
 from keras_dist.monitor.timeline.summary import KINDS, Shares, Summary, summarise
 
@@ -52,21 +53,25 @@ def _summarise(options: argparse.Namespace) -> int:
 def _report(name: str, summary: Summary) -> Group:
     legend = (Text("██ ", style=COLOURS[kind]).append(kind, "default") for kind in KINDS)
     title = Text(f"\n{name}: {len(summary.ranks)} ranks", style="bold")
-    parts: list[Any] = [title, Text("  ").join(legend)]
-    parts += [_shares(found) for found in periods(summary)]
-    if summary.operations:
-        parts.append(_operations(operations(summary)))
-    return Group(*parts, *(Text(note) for note in notes(summary)))
+    drawn = map(_drawn, tables(summary))
+    return Group(title, Text("  ").join(legend), *drawn, *map(Text, notes(summary)))
 
 
-def _shares(found: Periods) -> Table:
-    table = _table()
-    table.add_column(found.of, no_wrap=True, overflow="ellipsis", max_width=18)
-    for head in (found.unit, *KINDS):
+def _drawn(found: Contents) -> Table:
+    """Returns a table for a terminal of 80 columns."""
+    table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(
+        found.head[0], no_wrap=True, overflow="ellipsis", max_width=18 if found.shares else 20
+    )
+    for head in found.head[1:]:
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=BAR)
-    for name, shares in found.rows:
-        table.add_row(Text(name), *found.cells(shares), _bar(shares))
+    if found.shares:
+        table.add_column("", no_wrap=True, min_width=BAR)
+    else:
+        table.title, table.caption = found.caption, found.left_out or None
+    bars = [[_bar(shares)] for shares in found.shares]
+    for row, bar in itertools.zip_longest(found.rows, bars, fillvalue=[]):
+        table.add_row(*map(Text, row), *bar)  # brackets would be markup
     return table
 
 
@@ -79,19 +84,3 @@ def _bar(shares: Shares) -> Text:
         text.append("█" * width, style=COLOURS[kind])
         drawn = done
     return text
-
-
-def _operations(found: Operations) -> Table:
-    table = _table(title=f"operations: {found.caption}")
-    table.add_column(found.head[0], no_wrap=True, overflow="ellipsis", max_width=20)
-    for head in found.head[1:]:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in found.rows:
-        table.add_row(*map(Text, row))  # brackets would be markup
-    table.caption = found.left_out or None
-    return table
-
-
-def _table(title: str | None = None) -> Table:
-    """Returns an empty table for a terminal of 80 columns."""
-    return Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))

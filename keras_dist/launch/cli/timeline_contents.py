@@ -17,32 +17,18 @@ UNITS = {"s": 1.0, "ms": 1e3}
 
 
 @dataclasses.dataclass
-class Periods:
-    """How ranks spent their time in periods of a kind; `of` is the heading of their names."""
-
-    of: str
-    caption: str
-    unit: str
-    rows: Sequence[tuple[str, Shares]]
-
-    def cells(self, shares: Shares) -> list[str]:
-        """Returns the time in the unit, and the share of each of `KINDS`."""
-        time = f"{shares.total * UNITS[self.unit]:.2f}"
-        return [time, *(f"{shares.part(kind):.1%}" for kind in KINDS)]
-
-
-@dataclasses.dataclass
-class Operations:
-    """The operations that took most of the time, and a line on those that are left out."""
+class Contents:
+    """A table, whose rows begin with a name; the shares of a row, if any, are drawn as a bar."""
 
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    left_out: str
+    shares: Sequence[Shares] = ()
+    left_out: str = ""
 
 
-def periods(summary: Summary) -> list[Periods]:
-    """Returns the time of steps, of the recording, and of epochs, as far as there are any."""
+def tables(summary: Summary) -> list[Contents]:
+    """Returns the time of steps, of the recording, of epochs and operations, if there are any."""
     hosts = {metadata["rank"]: metadata["host"] for metadata in summary.about}
 
     def by_rank(found: dict[int, Shares]) -> list[tuple[str, Shares]]:
@@ -51,15 +37,29 @@ def periods(summary: Summary) -> list[Periods]:
     epochs = [(str(number), shares) for number, shares in summary.epochs]
     typical = "A step of each rank, the mean of the middle half by duration"
     every = [
-        Periods("step of rank", typical, "ms", by_rank(summary.steps)),
-        Periods("rank", "The whole recording, by rank", "s", by_rank(summary.ranks)),
-        Periods("epoch (of ranks)", "Epochs, the mean of all ranks", "s", epochs),
+        _times(typical, "step of rank", "ms", by_rank(summary.steps)),
+        _times("The whole recording, by rank", "rank", "s", by_rank(summary.ranks)),
+        _times("Epochs, the mean of all ranks", "epoch (of ranks)", "s", epochs),
+        _operations(summary),
     ]
     return [found for found in every if found.rows]
 
 
-def operations(summary: Summary) -> Operations:
-    """Returns the operations, the mean call of each."""
+def _times(caption: str, of: str, unit: str, found: Sequence[tuple[str, Shares]]) -> Contents:
+    """Returns how ranks spent their time in periods, of which each has a name."""
+    rows = [
+        [
+            name,
+            f"{shares.total * UNITS[unit]:.2f}",
+            *(f"{shares.part(kind):.1%}" for kind in KINDS),
+        ]
+        for name, shares in found
+    ]
+    return Contents(caption, [of, unit, *KINDS], rows, [shares for _, shares in found])
+
+
+def _operations(summary: Summary) -> Contents:
+    """Returns the operations that took most of the time, the mean call of each."""
     rows, ranks = [], max(1, len(summary.ranks))
     for operation in summary.operations[:MOST_OPERATIONS]:
         times = [operation.seconds, operation.queued]
@@ -74,11 +74,11 @@ def operations(summary: Summary) -> Operations:
             ]
         )
     more = len(summary.operations) - MOST_OPERATIONS
-    return Operations(
-        "ms of a call, mean; in and out are copies",
+    return Contents(
+        "Operations: ms of a call, mean; in and out are copies",
         ["operation", "calls", "MB", "all", "queue", *PHASES, "GB/s"],
         rows,
-        f"and {more} more, which took less" if more > 0 else "",
+        left_out=f"and {more} more, which took less" if more > 0 else "",
     )
 
 

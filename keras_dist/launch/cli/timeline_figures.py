@@ -1,19 +1,13 @@
 """The page and the figure of `keras-dist timeline`."""
 
 import html
+import itertools
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_dist.launch.cli.timeline_contents import (
-    UNITS,
-    Operations,
-    Periods,
-    notes,
-    operations,
-    periods,
-)
+from keras_dist.launch.cli.timeline_contents import UNITS, Contents, notes, tables
 from keras_dist.monitor.timeline.summary import KINDS, Summary
 
 PAGE = Path(__file__).with_name("timeline.html")
@@ -45,53 +39,42 @@ def save_html(summaries: Iterable[tuple[str, Summary]], path: str) -> None:
 def _job(name: str, summary: Summary) -> str:
     title = html.escape(f"{name}: {len(summary.ranks)} ranks")
     remarks = "".join(f"<li>{html.escape(note)}" for note in notes(summary))
-    tables = [_shares(found) for found in periods(summary)]
-    if summary.operations:
-        tables.append(_operations(operations(summary)))
-    return f"<h1>{title}</h1>\n<ul>{remarks}</ul>\n" + "\n".join(tables)
+    drawn = "\n".join(map(_table, tables(summary)))
+    return f"<h1>{title}</h1>\n<ul>{remarks}</ul>\n{drawn}"
 
 
-def _shares(found: Periods) -> str:
-    longest = max(shares.total for _, shares in found.rows) or 1.0
+def _table(found: Contents) -> str:
+    caption = html.escape(", ".join(filter(None, [found.caption, found.left_out])))
+    heads = "".join(f'<th scope="col">{html.escape(text)}' for text in found.head)
+    longest = max((shares.total for shares in found.shares), default=0.0) or 1.0
     body = []
-    for name, shares in found.rows:
-        bars = "".join(
-            f'<i style="width:{100 * getattr(shares, kind) / longest:.2f}%;--c:var(--{kind})"></i>'
-            for kind in KINDS
-        )
-        body.append(f"<tbody>{_row([name, *found.cells(shares)])}")
-        # Screen readers have the row above.
-        body.append(f'<tr aria-hidden="true"><td colspan="{2 + len(KINDS)}"><div>{bars}</div>')
-    return _table(found.caption, [found.of, found.unit, *KINDS], body)
-
-
-def _operations(found: Operations) -> str:
-    caption = ", ".join(filter(None, [f"Operations: {found.caption}", found.left_out]))
-    return _table(caption, found.head, ["<tbody>", *map(_row, found.rows)], kind="wide")
-
-
-def _table(caption: str, head: Sequence[str], body: Iterable[str], kind: str = "") -> str:
-    caption = html.escape(caption)
-    heads = "".join(f'<th scope="col">{html.escape(text)}' for text in head)
+    for (name, *cells), shares in itertools.zip_longest(found.rows, found.shares):
+        others = "".join(f"<td>{html.escape(cell)}" for cell in cells)
+        body.append(f'<tbody><tr><th scope="row">{html.escape(name)}{others}')
+        if shares is not None:
+            widths = {kind: 100 * getattr(shares, kind) / longest for kind in KINDS}
+            bars = "".join(
+                f'<i style="width:{width:.2f}%;--c:var(--{kind})"></i>'
+                for kind, width in widths.items()
+            )
+            # Screen readers have the row above.
+            body.append(f'<tr aria-hidden="true"><td colspan="{len(found.head)}"><div>{bars}</div>')
     # The keyboard scrolls what is wider than the screen.
     return (
-        f'<div class="card {kind}" role="region" tabindex="0" aria-label="{caption}">'
-        f"<table><caption>{caption}</caption><thead><tr>{heads}"
+        f'<div class="card {"" if found.shares else "wide"}" role="region" tabindex="0" '
+        f'aria-label="{caption}"><table><caption>{caption}</caption><thead><tr>{heads}'
         + "\n".join(body)
         + "</table></div>"
     )
-
-
-def _row(cells: Sequence[str]) -> str:
-    name, *others = map(html.escape, cells)
-    return f'<tr><th scope="row">{name}' + "".join(f"<td>{cell}" for cell in others)
 
 
 def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:
     """Draws the time of steps, of ranks and of epochs."""
     from matplotlib.figure import Figure
 
-    every = [(name, periods(summary)) for name, summary in summaries]
+    every = [
+        (name, [found for found in tables(summary) if found.shares]) for name, summary in summaries
+    ]
     columns = max(1, *(len(found) for _, found in every))
     bars = max((len(panel.rows) for _, found in every for panel in found), default=0)
     size = 4.5 * columns, max(3, 0.2 * bars) * len(every)
@@ -100,7 +83,7 @@ def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:
     for row, (name, panels) in zip(axes, every, strict=True):
         for axis, found in zip(row, panels, strict=False):
             _draw(axis, found)
-            axis.set_title(f"{name}, {found.of}", fontsize=10)
+            axis.set_title(f"{name}, {found.head[0]}", fontsize=10)
         for axis in row[len(panels) :]:
             axis.set_axis_off()
     figure.legend(
@@ -109,12 +92,12 @@ def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
-def _draw(axis: Any, found: Periods) -> None:
-    names = [name for name, _ in found.rows]
+def _draw(axis: Any, found: Contents) -> None:
+    names, unit = [name for name, *_ in found.rows], found.head[1]
     left = [0.0] * len(names)
     for kind in KINDS:
-        times = [getattr(shares, kind) * UNITS[found.unit] for _, shares in found.rows]
+        times = [getattr(shares, kind) * UNITS[unit] for shares in found.shares]
         axis.barh(names, times, left=left, color=COLOURS[kind], label=kind)
         left = [low + more for low, more in zip(left, times, strict=True)]
     axis.invert_yaxis()
-    axis.set_xlabel(found.unit)
+    axis.set_xlabel(unit)
