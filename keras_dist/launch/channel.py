@@ -12,10 +12,13 @@ import json
 import secrets
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 HANDSHAKE_SECONDS = 10.0
 MAX_NBYTES = 16384  # of a line
+RETRY_SECONDS = 0.1
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 60, 15, 4  # a silent host is lost after two minutes
 
 
@@ -100,6 +103,56 @@ class Channel:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+class Listener:
+    """Serves the clients of a socket, which it owns, each in a thread after the proof of the token.
+
+    Further clients than `most` are sent away. A connection is closed when `serve` returns.
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        token: str,
+        most: int,
+        serve: Callable[[dict[str, Any], Channel], None],
+    ):
+        self._server, self._token, self._act = server, token, serve
+        self._free = threading.BoundedSemaphore(most)
+        self._closed = False
+        threading.Thread(target=self._accept, name="keras_dist listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Accepts no further clients."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+        self._server.close()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                time.sleep(RETRY_SECONDS)  # without a free file descriptor, for example
+                continue
+            if self._free.acquire(blocking=False):
+                name, told = "keras_dist client", (connection,)
+                threading.Thread(target=self._serve, args=told, name=name, daemon=True).start()
+            else:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
+        try:
+            if (me := channel.accept(self._token)) is not None:
+                self._act(me, channel)
+        except (OSError, KeyError, TypeError, ValueError, RecursionError):
+            pass  # a stranger, or a connection that is lost
+        finally:
+            channel.close()
+            self._free.release()
 
 
 def connected(address: str, seconds: float) -> socket.socket:

@@ -16,13 +16,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from keras_dist.launch.channel import Channel
+from keras_dist.launch.channel import Channel, Listener
 from keras_dist.launch.cli.job_process import end_with_parent, kill_children
 
 START_SECONDS = 5.0  # after the start of the job, which needs the cores itself
 END_SECONDS = 2.0
 POLL_SECONDS = 1.0
 STARTS = 2
+MOST_CLIENTS = 65536  # one for each rank, however many there are
 
 
 @dataclasses.dataclass
@@ -58,12 +59,11 @@ class Standby:
     """Starts processes that stand by, and tells them to go."""
 
     def __init__(self, server: socket.socket, token: str, place: int, count: int):
-        self._server, self._token = server, token
         self._place, self._words = place, ["--standby", str(count)]
         self._lock = threading.Lock()
         self._next: _Start | None = None
         self._running: _Start | None = None
-        threading.Thread(target=self._accept, name="keras_dist standby", daemon=True).start()
+        self._listener = Listener(server, token, MOST_CLIENTS, self._serve)
 
     @property
     def has_progressed(self) -> bool:
@@ -83,12 +83,10 @@ class Standby:
         """Tells the processes to go, and returns them; ends and returns `None` if unusable."""
         with self._lock:
             start, self._next = self._next, None
-        if self._running is not None:
-            _end(self._running)
+        _end(self._running)
         self._running = start if start is not None and start.go(command, environment) else None
         if self._running is None:
-            if start is not None:
-                _end(start)
+            _end(start)
             return None
         return self._running.process
 
@@ -96,10 +94,9 @@ class Standby:
         """Ends the processes."""
         with self._lock:
             start, self._next = self._next, None
-        for each in (self._running, start):
-            if each is not None:
-                _end(each)
-        self._server.close()
+        _end(self._running)
+        _end(start)
+        self._listener.close()
 
     def _keep(self, start: _Start) -> None:
         """Starts the processes, which end with the thread that has started them.
@@ -128,40 +125,22 @@ class Standby:
             preexec_fn=end_with_parent,
         )
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            serve = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            serve.start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        channel = Channel(connection)
-        try:
-            me = channel.accept(self._token)
-            if me is None or not self._admit(me, channel):
-                channel.close()
-                return
-            while (message := channel.receive()) is not None:
-                with self._lock:
-                    if self._next is not None:
-                        self._next.steps = message["steps"]
-        except (OSError, KeyError, TypeError, ValueError):
-            channel.close()  # a stranger, or a connection that is lost
-
-    def _admit(self, me: dict[str, Any], channel: Channel) -> bool:
+    def _serve(self, me: dict[str, Any], channel: Channel) -> None:
         with self._lock:
             start = self._next
             if start is None or str(me["restart"]) != start.environment["KERAS_DIST_RESTART"]:
-                return False
+                return
             start.channels[me["rank"]], start.size = channel, me["size"]
-        return True
+        while (message := channel.receive()) is not None:
+            with self._lock:
+                if self._next is not None:
+                    self._next.steps = message["steps"]
 
 
-def _end(start: _Start) -> None:
+def _end(start: _Start | None) -> None:
     """Ends the processes of a start, unless they have ended, and then its thread."""
+    if start is None:
+        return
     for channel in start.channels.values():
         channel.close()
     process = start.process

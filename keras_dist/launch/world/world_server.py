@@ -2,23 +2,21 @@
 
 import contextlib
 import dataclasses
+import enum
 import logging
 import secrets
 import socket
 import threading
-import time
 from typing import Any, Self
 
 from keras_dist import errors
 from keras_dist._version import __version__
-from keras_dist.launch.channel import Channel
-from keras_dist.launch.world.ends import End, Ends
+from keras_dist.launch.channel import Channel, Listener
 from keras_dist.launch.world.pmi import ProcessManager, fields
 
 WHERE = "[keras_dist.WorldServer]"
 SPARE_CONNECTIONS = 16  # of strangers, beside two for each rank
 SHOWN_RANKS = 8
-RETRY_SECONDS = 0.1
 SETTLE_SECONDS = 1.0  # after the first end; what it causes may be heard before it
 
 _log = logging.getLogger("keras_dist")
@@ -32,6 +30,35 @@ class _Member:
     host: str
     node: str
     left: bool = False
+
+
+class End(enum.IntEnum):
+    """How a rank has ended. Larger ones are more probably consequences."""
+
+    FAILED = 0  # the rank says why
+    DIED = 1  # its connection has ended without a word
+    ABORTED = 2  # it has called MPI_Abort, perhaps because another rank had died
+    WAITED = 3  # it says that it has waited for a rank that had died
+
+
+class Ends(dict[int, tuple[End, str]]):
+    """The ends of the ranks of a job with their reasons, heard in any order."""
+
+    def add(self, rank: int, end: End, reason: str) -> None:
+        """Adds an end. The words of a rank replace its abort, and that replaces its death."""
+        earlier = self[rank][0] if rank in self else End.DIED
+        has_words = end in (End.FAILED, End.WAITED)
+        if earlier is End.DIED or (earlier is End.ABORTED and has_words):
+            self[rank] = end, reason
+
+    def cause(self) -> tuple[int, End, str]:
+        """Returns the most probable cause: the rank, how it has ended, and the reason.
+
+        Of ranks that have failed or died, it is the first one heard: a rank may fail because
+        another one has died, without saying so, or die because another one has failed.
+        """
+        rank = min(self, key=lambda rank: max(self[rank][0], End.DIED))
+        return rank, *self[rank]
 
 
 class WorldServer:
@@ -89,7 +116,6 @@ class WorldServer:
         self.size = size
         self.token = secrets.token_urlsafe(32) if token is None else token
         self._manager = ProcessManager(size)
-        self._free = threading.BoundedSemaphore(2 * size + SPARE_CONNECTIONS)
         self._changed = threading.Condition()
         self._members: dict[int, _Member] = {}
         self._mpi: dict[int, Channel] = {}
@@ -100,7 +126,7 @@ class WorldServer:
         self._closed = False
         self.failed_rank: int | None = None
         try:
-            self._socket = socket.create_server((host, port), backlog=128)
+            listening = socket.create_server((host, port), backlog=128)
         except OSError as error:
             raise errors.ArgumentError(
                 WHERE,
@@ -108,9 +134,12 @@ class WorldServer:
                 f"{host}:{port} ({error.strerror})",
                 "Pass the address of an interface of this host, and a free port or 0.",
             ) from error
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
-        for target in (self._accept, lambda: self._expire(timeout)):
-            threading.Thread(target=target, name="keras_dist world", daemon=True).start()
+        self.address = f"{host}:{listening.getsockname()[1]}"
+        most = 2 * size + SPARE_CONNECTIONS
+        self._listener = Listener(listening, self.token, most, self._serve)
+        expire = threading.Thread(target=self._expire, args=(timeout,), name="keras_dist world")
+        expire.daemon = True
+        expire.start()
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until all ranks have left.
@@ -140,9 +169,7 @@ class WorldServer:
                 self._changed.wait_for(lambda: self.failure, 2 * SETTLE_SECONDS)
         if running:
             self._fail("The server of the world was closed while ranks were running.")
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
-        self._socket.close()
+        self._listener.close()
         self._manager.close()
 
     def __enter__(self) -> Self:
@@ -151,37 +178,12 @@ class WorldServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(RETRY_SECONDS)  # without a free file descriptor, for example
-                continue
-            if self._free.acquire(blocking=False):
-                serve = threading.Thread(
-                    target=self._serve, args=(connection,), name="keras_dist world", daemon=True
-                )
-                serve.start()
+    def _serve(self, me: dict[str, Any], channel: Channel) -> None:
+        if self._admit(channel, me):
+            if me["purpose"] == "mpi":
+                self._answer(me["rank"], channel)
             else:
-                connection.close()
-
-    def _serve(self, connection: socket.socket) -> None:
-        channel = Channel(connection)
-        try:
-            me = channel.accept(self.token)
-            if isinstance(me, dict) and self._admit(channel, me):
-                if me["purpose"] == "mpi":
-                    self._answer(me["rank"], channel)
-                else:
-                    self._follow(me["rank"], channel)
-        except (OSError, KeyError, TypeError, ValueError, RecursionError):
-            pass  # a stranger, or a connection that is lost
-        finally:
-            channel.close()
-            self._free.release()
+                self._follow(me["rank"], channel)
 
     def _admit(self, channel: Channel, me: dict[str, Any]) -> bool:
         """Enters the connection of a rank, or tells the rank why not."""

@@ -15,8 +15,8 @@ from keras_dist.launch.channel import Channel
 from keras_dist.launch.interactive.outcome import is_consequence
 from keras_dist.launch.world import WorldServer, join_world
 from keras_dist.launch.world import world_server as server_module
-from keras_dist.launch.world.ends import End, Ends
 from keras_dist.launch.world.pmi import MAX_KEYS, MAX_VALUE, ProcessManager, fields
+from keras_dist.launch.world.world_server import End, Ends
 
 pytestmark = pytest.mark.skipif(len(launcher()) > 1, reason="needs MPICH")
 
