@@ -21,8 +21,7 @@ __all__ = ["subscribe"]
 def subscribe() -> None:
     """Subscribes to the events with which the timeline, endpoints and others start and end."""
     events.subscribe(events.JOB_INITIALIZED, _begin_timeline)
-    events.subscribe(events.JOB_STARTED, _open_endpoints)
-    events.subscribe(events.JOB_STARTED, _tell_imports)
+    events.subscribe(events.JOB_STARTED, _start_telling)
     events.subscribe(events.JOB_ENDING, _end_timeline)
 
 
@@ -33,14 +32,11 @@ def _begin_timeline(comm: "Communicator") -> None:
         begin_recording(comm, config.settings().timeline)
 
 
-def _open_endpoints(comm: "Communicator") -> None:
+def _start_telling(comm: "Communicator") -> None:
     if config.settings().top:
         from keras_dist.monitor.endpoints import Endpoints
 
         comm.services.start(Endpoints)
-
-
-def _tell_imports(comm: "Communicator") -> None:
     if config.settings().standby_server:
         from keras_dist.monitor.imports import tell_imports
 

@@ -4,6 +4,7 @@ Counters accompany ratios and rates, so that a query can use another window.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -59,31 +60,25 @@ def to_text(jobs: Sequence[Job]) -> bytes:
 
 class _Collector(Collector):
     def __init__(self, jobs: Sequence[Job]):
-        self._jobs = [([job.name, str(job.pid)], job) for job in jobs]
-        self._rows = [
-            ([*labels, str(report.rank), report.host], report)
-            for labels, job in self._jobs
-            for report in job.rows
-        ]
+        self._jobs = jobs
 
     def collect(self) -> Iterator[Metric]:
         ranks = GaugeMetricFamily("keras_dist_ranks", "Ranks of the job.", labels=JOB)
-        for labels, job in self._jobs:
-            ranks.add_metric(labels, len(job.rows))
-        yield ranks
+        help_of_logs = "Latest logs of Keras, by name."
+        logs = GaugeMetricFamily("keras_dist_logs", help_of_logs, labels=[*LABELS, "metric"])
+        figures: dict[str, Any] = {}
         for name, text in HELP.items():
             kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
-            family = kind(f"keras_dist_{name}", text, labels=LABELS)
-            for labels, report in self._rows:
-                if (value := _values(report)[name]) is not None:
-                    family.add_metric(labels, value)
-            if family.samples:
-                yield family
-        logs = GaugeMetricFamily(
-            "keras_dist_logs", "Latest logs of Keras, by name.", labels=[*LABELS, "metric"]
-        )
-        for labels, report in self._rows:
-            for name, value in report.logs.items():
-                logs.add_metric([*labels, name], value)
-        if logs.samples:
-            yield logs
+            figures[name] = kind(f"keras_dist_{name}", text, labels=LABELS)
+        for job in self._jobs:
+            of_job = [job.name, str(job.pid)]
+            ranks.add_metric(of_job, len(job.rows))
+            for report in job.rows:
+                labels = [*of_job, str(report.rank), report.host]
+                for name, value in _values(report).items():
+                    if value is not None:
+                        figures[name].add_metric(labels, value)
+                for name, value in report.logs.items():
+                    logs.add_metric([*labels, name], value)
+        yield ranks
+        yield from (family for family in (*figures.values(), logs) if family.samples)

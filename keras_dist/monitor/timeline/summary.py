@@ -65,14 +65,9 @@ class Operation:
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
-    def wait(self) -> float:
-        """Seconds of waiting for other ranks."""
-        return self.phases.get(WAIT, 0.0)
-
-    @property
     def speed(self) -> float:
         """Rate in GB/s after the rendezvous."""
-        busy = self.seconds - self.wait
+        busy = self.seconds - self.phases.get(WAIT, 0.0)
         return self.nbytes / busy / 1e9 if busy > 0 else 0.0
 
 
@@ -214,13 +209,9 @@ class _Periods:
 
 
 def _mean_epochs(every: list[_Periods]) -> list[tuple[int, Shares]]:
-    if not every:
-        return []
-    count = min(len(item.numbers) for item in every)
-    return [
-        (every[0].numbers[index], _mean([item.shares[index] for item in every]))
-        for index in range(count)
-    ]
+    numbers = every[0].numbers if every else []
+    by_epoch = zip(numbers, *(periods.shares for periods in every), strict=False)
+    return [(number, _mean(shares)) for number, *shares in by_epoch]
 
 
 def _typical(steps: list[Shares]) -> Shares:

@@ -195,10 +195,9 @@ class RankEvents:
         return json.dumps(event, separators=(",", ":"))
 
     def _metadata(self) -> Iterator[str]:
-        of_rank = {"process_name": {"name": f"rank {self.rank} on {self.head['host']}"}}
-        of_rank |= {"process_sort_index": {"sort_index": self.rank}}  # type: ignore[dict-item]
-        for kind, args in of_rank.items():
-            yield self._event(kind, "M", 0, args=args)
+        place = f"rank {self.rank} on {self.head['host']}"
+        yield self._event("process_name", "M", 0, args={"name": place})
+        yield self._event("process_sort_index", "M", 0, args={"sort_index": self.rank})
         for lane, name in self._threads.items():
             index = lane + LAST_INDEX if name.startswith(COMMUNICATION) else lane
             yield self._event("thread_name", "M", lane, args={"name": name})
