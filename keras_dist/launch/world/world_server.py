@@ -118,7 +118,7 @@ class WorldServer:
         self._manager = ProcessManager(size)
         self._changed = threading.Condition()
         self._members: dict[int, _Member] = {}
-        self._mpi: dict[int, Channel] = {}
+        self._mpi: set[int] = set()
         self._refusals: list[str] = []
         self._ends = Ends()
         self.failure: str | None = None
@@ -179,32 +179,26 @@ class WorldServer:
         self.close()
 
     def _serve(self, me: dict[str, Any], channel: Channel) -> None:
-        if self._admit(channel, me):
-            if me["purpose"] == "mpi":
-                self._answer(me["rank"], channel)
-            else:
-                self._follow(me["rank"], channel)
-
-    def _admit(self, channel: Channel, me: dict[str, Any]) -> bool:
-        """Enters the connection of a rank, or tells the rank why not."""
-        rank, purpose = me["rank"], me["purpose"]
-        known: dict[int, Any] = self._mpi if purpose == "mpi" else self._members
+        """Enters a connection of a rank and reads from it, or tells the rank why not."""
+        rank, is_mpi = me["rank"], me["purpose"] == "mpi"
         with self._changed:
             closed = "The server of the world was closed." if self._closed else None
-            refusal = self.failure or closed or self._refusal(me, rank in known)
-            if refusal is None:
-                known[rank] = (
-                    channel if purpose == "mpi" else _Member(channel, me["host"], me["node"])
-                )
-            else:
+            is_known = rank in (self._mpi if is_mpi else self._members)
+            refusal = self.failure or closed or self._refusal(me, is_known)
+            if refusal is not None:
                 self._refusals.append(refusal)
+            elif is_mpi:
+                self._mpi.add(rank)
+            else:
+                self._members[rank] = _Member(channel, me["host"], me["node"])
         if refusal is not None:
             channel.send(event="end", reason=refusal)
-            return False
-        if purpose == "mpi":
+            return
+        if is_mpi:
             channel.send(event="joined")
         self._start_if_complete()
-        return True
+        follow = self._answer if is_mpi else self._follow
+        follow(rank, channel)
 
     def _refusal(self, me: dict[str, Any], is_known: bool) -> str | None:
         rank, where = me["rank"], f"[rank {me['rank']} of {self.size}, on {me['host']}]"
