@@ -32,10 +32,10 @@ UNKNOWN = "keras_dist has no such module or name: see docs/migrate-from-horovod.
 GONE_MODULES = {
     "horovod.data": "keras_dist has no such loaders: shard data with keras_dist.data.shard",
     "horovod.mxnet": "keras_dist does not support MXNet",
-    "horovod.spark": "keras_dist does not support Spark: start the job with keras-dist run",
+    "horovod.spark": "keras_dist.spark has run, and no estimators: see docs/other-systems.md",
     "horovod.tensorflow.data": "keras_dist has no tf.data service: share data out by "
     "keras_dist.data.shard",
-    "horovod.ray": "keras_dist does not support Ray: start the job with keras-dist run",
+    "horovod.ray": "keras_dist.ray has RayExecutor: see docs/other-systems.md",
 }
 
 # Modules of which keras_dist has only these names and their submodules.

@@ -187,7 +187,7 @@ def test_modules_that_there_are_not_are_left_and_named(migrate, line):
     [
         ('importlib.import_module("horovod.torch")', "horovod.torch is called keras_dist.torch"),
         ("import_module(('horovod.'\n'ray'))", None),  # the reader closes after one word
-        ("pytest.importorskip('horovod.ray')", "keras_dist does not support Ray"),
+        ("pytest.importorskip('horovod.ray')", "keras_dist.ray has RayExecutor"),
         ('getLogger("horovod.torch")', None),
         ("find_spec()", None),
         ("find_spec(name)", None),
