@@ -39,22 +39,28 @@ __all__ = [
 ]
 
 
+from collections.abc import Callable
 from typing import Any
 
 PARTS = 4  # of a message
+#: returns the place of this process in its job, once `runtime` is imported, which sets it
+where: Callable[[], str] = lambda: "[without a job]"  # noqa: E731
 
 
 class KerasDistError(Exception):
     """Base class of the errors of keras_dist.
 
     Args:
-        *parts: the message, or its four parts as `explain` takes them. Subclasses may have others.
+        *parts: the message, or its four parts as `explain` takes them; without the first, it is the
+            place of this process. Subclasses may have others.
     """
 
     is_shared = False  # whether it is known to all ranks, though this one raises it at another wait
 
     def __init__(self, *parts: Any):
-        is_explained = len(parts) == PARTS and all(isinstance(part, str) for part in parts)
+        is_explained = len(parts) in (PARTS, PARTS - 1) and all(isinstance(p, str) for p in parts)
+        if is_explained and len(parts) < PARTS:
+            parts = where(), *parts
         super().__init__(*((explain(*parts),) if is_explained else parts))
 
 

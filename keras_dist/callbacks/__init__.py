@@ -37,7 +37,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import config, errors, runtime
+from keras_dist import config, errors
 from keras_dist.callbacks.backup import BackupAndRestore, ShardedCheckpoint
 from keras_dist.callbacks.broadcast import BroadcastGlobalVariablesCallback
 from keras_dist.callbacks.checkpoint import BestModelCheckpoint, ModelCheckpoint
@@ -148,7 +148,6 @@ def callbacks(
     for each in others:
         if not isinstance(each, keras.callbacks.Callback | keras.callbacks.CallbackList):
             raise errors.ArgumentTypeError(
-                runtime.where(),
                 "instances of keras.callbacks.Callback",
                 f"{each!r} of type {type(each).__name__}",
                 "Pass callbacks one by one: keras_dist.callbacks(first, second), or *those of a "
@@ -170,7 +169,6 @@ def callbacks(
     if warmup_epochs:
         if initial_lr is None:
             raise errors.ArgumentError(
-                runtime.where(),
                 "initial_lr together with warmup_epochs",
                 "initial_lr=None",
                 "Pass the target learning rate, for example 0.01 * keras_dist.size().",
@@ -206,7 +204,7 @@ def _goes_on(on_failure: str | None, root_rank: int, process_set: ProcessSet | N
         remedy = "Omit on_failure: the job ends when a rank dies, and keras-dist run restarts it."
     else:
         return choice == "continue"
-    raise errors.ArgumentError(runtime.where(), expected, repr(choice), remedy)
+    raise errors.ArgumentError(expected, repr(choice), remedy)
 
 
 class _CallablePackage(types.ModuleType):

@@ -160,7 +160,7 @@ class ShardedCheckpoint(ResumingCallback):
         runtime.communicator().index_of_root(root_rank)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             expected = "keep to be a number of generations"
-            raise errors.ArgumentError(runtime.where(), expected, repr(keep), "Pass 2.")
+            raise errors.ArgumentError(expected, repr(keep), "Pass 2.")
         self.keep, self.restore, self.asynchronous = keep, restore, asynchronous
         path = pathlib.Path(str(directory))
         store = Store(

@@ -94,7 +94,6 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         model = self.model
         if model.optimizer is None:
             raise errors.ArgumentError(
-                runtime.where(),
                 f"model {model.name!r} to be compiled with an optimizer",
                 "none",
                 "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile.",
@@ -184,7 +183,6 @@ def _variables(given: Any) -> list[Any]:
     for variable in variables:
         if not hasattr(variable, "assign"):
             raise errors.ArgumentTypeError(
-                runtime.where(),
                 "local_variables to be a Keras variable or a list of variables",
                 f"{variable!r} of type {type(variable).__name__}",
                 "Pass for example local_variables=model.layers[0].trainable_variables.",

@@ -184,7 +184,7 @@ def _calling(callback: Any, expected: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         received = f"{type(error).__name__}: {error}"
         expected = f"{type(callback).__name__}.{expected}"
-        raise errors.CheckpointError(runtime.where(), expected, received, remedy) from error
+        raise errors.CheckpointError(expected, received, remedy) from error
 
 
 def _state_of(callback: Any) -> Any:

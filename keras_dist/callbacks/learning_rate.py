@@ -52,7 +52,6 @@ class LearningRateScheduleCallback(SessionCallback):
         super().__init__()
         if initial_lr is None:
             raise errors.ArgumentError(
-                runtime.where(),
                 "initial_lr to be a number",
                 "None",
                 "Pass the learning rate, for example 0.01 * keras_dist.size().",
@@ -80,14 +79,12 @@ class LearningRateScheduleCallback(SessionCallback):
         optimizer = innermost_optimizer(self.model.optimizer)
         if isinstance(optimizer, MULTI_OPTIMIZER):
             raise errors.ArgumentError(
-                runtime.where(),
                 f"an optimizer with one learning rate, for {type(self).__name__}",
                 f"a {type(optimizer).__name__}",
                 "Give each of its optimizers a schedule from keras.optimizers.schedules.",
             )
         if isinstance(learning_rate(optimizer), keras.optimizers.schedules.LearningRateSchedule):
             raise errors.ArgumentError(
-                runtime.where(),
                 "an optimizer whose learning rate is a number",
                 "a LearningRateSchedule",
                 "Use either a schedule in the optimizer or this callback.",
@@ -96,7 +93,6 @@ class LearningRateScheduleCallback(SessionCallback):
         self._steps = steps or 1
         if steps is None and not self.staircase:
             raise errors.ArgumentError(
-                runtime.where(),
                 "a known number of steps per epoch",
                 "a dataset of unknown length",
                 f"Pass steps_per_epoch to {type(self).__name__}.",

@@ -63,7 +63,6 @@ class UnevenDataCallback(SessionCallback):
         super().__init__()
         if uneven not in CHOICES:
             raise errors.ArgumentError(
-                runtime.where(),
                 f"uneven to be one of {', '.join(CHOICES)}",
                 repr(uneven),
                 "Omit it for 'continue', which trains until all ranks are out of data.",
@@ -221,7 +220,6 @@ class GoOnWithoutLostRanks(SessionCallback):
         )
         if len(names) < config.settings().min_np:
             raise errors.RankLostError(
-                runtime.where(),
                 f"at least {config.settings().min_np} ranks (--min-np)",
                 f"{runtime.size()}: others have died",
                 "Start the job again from its backup; keras-dist run --max-restarts does.",
@@ -245,7 +243,6 @@ def check_share_out(share_out: str) -> None:
     """Checks the argument `share_out`."""
     if share_out != "next epoch":
         raise errors.ArgumentError(
-            runtime.where(),
             "share_out to be 'next epoch', the only value left",
             repr(share_out),
             "Omit it: the remaining ranks take over the data at the begin of the next epoch.",

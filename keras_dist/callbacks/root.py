@@ -80,7 +80,6 @@ class RootOnly(SessionCallback):
         super().__init__()
         if not isinstance(callback, keras.callbacks.Callback):
             raise errors.ArgumentTypeError(
-                runtime.where(),
                 "a Keras callback",
                 f"{callback!r} of type {type(callback).__name__}",
                 "Pass an instance, for example RootOnly(keras.callbacks.CSVLogger(path)).",
@@ -88,7 +87,6 @@ class RootOnly(SessionCallback):
         restores = isinstance(callback, EARLY_STOPPING) and callback.restore_best_weights
         if restores or isinstance(callback, CHANGE_MODEL):
             raise errors.ArgumentError(
-                runtime.where(),
                 "a callback that leaves weights, optimizer and learning rate as they are",
                 type(callback).__name__ + (" with restore_best_weights" if restores else ""),
                 "Pass it to keras_dist.callbacks() itself, without RootOnly: every rank acts "

@@ -65,7 +65,6 @@ class AgreeOnStoppingCallback(SessionCallback):
         if len(set(as_made)) > 1:
             ranks = ", ".join(str(rank) for rank, each in enumerate(as_made) if each)
             raise errors.MismatchError(
-                runtime.where(),
                 "callbacks that may stop at a batch on every rank or on none",
                 f"some on ranks {ranks} of {len(answers)} alone",
                 "Pass the same callbacks on every rank. Wrap a callback that acts on one rank "

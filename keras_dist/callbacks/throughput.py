@@ -282,4 +282,4 @@ def _gib(nbytes: int | None) -> float | None:
 
 
 def _refuse(expected: str, received: str, remedy: str) -> None:
-    raise errors.ArgumentError(runtime.where(), expected, received, remedy)
+    raise errors.ArgumentError(expected, received, remedy)

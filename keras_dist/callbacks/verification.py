@@ -74,9 +74,7 @@ class VerifyReplicas(SessionCallback):
         super().__init__()
         number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
         if every is not None and not number:
-            raise errors.ArgumentError(
-                runtime.where(), "every to be a number of epochs", repr(every), "Pass 1."
-            )
+            raise errors.ArgumentError("every to be a number of epochs", repr(every), "Pass 1.")
         runtime.communicator().index_of_root(root_rank)
         self.every = every
         self.order = Order.VERIFIES if every is None else Order.AS_GIVEN

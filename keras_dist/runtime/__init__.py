@@ -4,7 +4,10 @@ from typing import Any
 
 import lazy_loader
 
+from keras_dist import errors
+
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+errors.where = lambda: _load("where")()  # nobody imports more before an error
 
 
 def __getattr__(name: str) -> Any:

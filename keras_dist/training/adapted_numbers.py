@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, errors
 from keras_dist._compat.keras.summaries import places_of
 from keras_dist.training.rank_exchanges import allreduce
 
@@ -26,7 +26,7 @@ SIGN = np.uint32(1 << 31)
 def refused(layer: Any, expected: str, received: str) -> errors.ArgumentError:
     """Returns the error about a layer or its data."""
     remedy = f"Pass data as for {type(layer).__name__}.adapt, and None on ranks without data."
-    return errors.ArgumentError(runtime.where(), expected, received, remedy)
+    return errors.ArgumentError(expected, received, remedy)
 
 
 @contextlib.contextmanager

@@ -84,7 +84,6 @@ def _way_of(layer: Any) -> Callable[..., None]:
             return _adapt_lookup
     kind = "with an adapt of its own" if has_own else "which has no adapt"
     raise errors.ArgumentError(
-        runtime.where(),
         "a preprocessing layer of Keras with adapt, such as Normalization or TextVectorization",
         f"{type(layer).__name__}, {kind}",
         "Call its adapt on rank 0 with the data of all ranks: the broadcast at the start of "

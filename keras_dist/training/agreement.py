@@ -52,7 +52,6 @@ def set_of(found: list[Any], model: Any) -> ProcessSet | None:
         return None if loop is None else loop.process_set
     if len(sets) > 1:
         raise errors.ArgumentError(
-            runtime.where(),
             "callbacks of one process set",
             " and ".join(format_ranks(each.ranks or ()) for each in sets.values()),
             "Pass the callbacks of one call of keras_dist.callbacks(process_set=...).",
@@ -64,7 +63,6 @@ def set_of(found: list[Any], model: Any) -> ProcessSet | None:
         reducing = reduces_in.ranks or ()
         if not set(reducing) <= set(comm.ranks):
             raise errors.ArgumentError(
-                runtime.where(),
                 f"an optimizer that averages over the ranks of the callbacks, "
                 f"{format_ranks(comm.ranks)}",
                 f"a {type(optimizer).__name__} that averages over {format_ranks(reducing)}",

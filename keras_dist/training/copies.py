@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
 from keras_dist.ops.reduction_options import parse_reduction_options
@@ -124,7 +124,7 @@ def complete(optimizer: Any, model: keras.Model | None = None) -> None:
         saved = saved_options.parse(text)
     except ValueError as error:
         expected, remedy = "options of a copied optimizer", "Wrap it in DistributedOptimizer."
-        raise errors.CheckpointError(runtime.where(), expected, str(error), remedy) from error
+        raise errors.CheckpointError(expected, str(error), remedy) from error
     built_for = [] if model is None else model.trainable_variables
     variables = trained_by(optimizer) or built_for
     found = saved_options.settings(saved, variables, ())

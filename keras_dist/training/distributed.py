@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 import keras
 from keras import ops
 
-from keras_dist import _backends, errors, runtime
+from keras_dist import _backends, errors
 from keras_dist._compat.keras.optimizer_state import batches_seen, trained_by
 from keras_dist._compat.keras.optimizers import (
     APPLY_METHODS,
@@ -79,7 +79,6 @@ def check_reduced(optimizer: Any) -> None:
         return
     versions = f"Keras {keras.__version__} on {keras.backend.backend()}"
     raise errors.BackendError(
-        runtime.where(),
         "each update to use the reduced gradients of all ranks",
         f"an update of {optimizer.name!r} by the gradients of this rank alone, with {versions}",
         "End the job: the weights of the ranks differ. Use a version of Keras that keras_dist "
@@ -95,7 +94,6 @@ def check_independent(optimizer: Any) -> None:
     )
     if is_scaled or any(optimizer.global_clipnorm for optimizer in every):
         raise errors.ArgumentError(
-            runtime.where(),
             "an optimizer that updates each variable independently, for local variables",
             "a LossScaleOptimizer" if is_scaled else "an optimizer with global_clipnorm",
             "Use clipnorm instead of global_clipnorm, bfloat16 instead of float16.",
@@ -171,7 +169,6 @@ class _Distributed(UpdateHook, KeepsOptions):
         """
         if not is_variable(variable):
             raise errors.ArgumentTypeError(
-                runtime.where(),
                 "a Keras variable or a tf.Variable",
                 f"{variable!r} of type {type(variable).__name__}",
                 "Pass for example layer.kernel. To exclude layers, pass local_layers=.",

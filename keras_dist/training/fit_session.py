@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.models import has_weights
 from keras_dist.runtime.process_sets import ProcessSet
@@ -155,7 +155,6 @@ class FitSession:
         """Checks that what precedes the first step of a loop has been done."""
         if self.when_built is not None and self.is_built:
             raise errors.UsageError(
-                runtime.where(),
                 f"model {self.model.name!r} to be built before the first step of a loop",
                 "a step that has built it, so that each rank began with weights of its own",
                 "Call the model on a batch before on_train_begin of the callbacks.",

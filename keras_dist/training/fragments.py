@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_dist import _backends, errors, runtime
+from keras_dist import _backends, errors
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist.training.model_state import variable_name
 from keras_dist.training.rank_gradients import key_of
@@ -50,7 +50,6 @@ class Fragment:
         self.outer.build(self.weights)
         if list(map(key_of, trained_by(self.outer))) != list(map(key_of, self.weights)):
             raise errors.CheckpointError(
-                runtime.where(),
                 "a checkpoint of local steps with as many fragments",
                 "an outer optimizer that was restored for other weights",
                 "Pass to LocalSteps the fragments with which the checkpoint was written.",

@@ -281,7 +281,6 @@ def _check_equal(denominators: Sequence[Any], step: Step) -> None:
         for least, most in zip(-found[count:], found[:count], strict=True):
             if least != most:
                 raise errors.ArgumentError(
-                    runtime.where(),
                     "as many samples or weights in a loss on every rank, with Adasum",
                     f"from {least:g} to {most:g}",
                     "Use op=Average, which weighs the ranks by them, or equal batches without "

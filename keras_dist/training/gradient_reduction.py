@@ -242,7 +242,6 @@ class GradientReduction:
         wrong = [v for v in missing if not isinstance(v, keras.Variable) or v.trainable]
         if wrong:
             raise errors.ArgumentError(
-                runtime.where(),
                 "local variables to be among the variables of the gradients",
                 f"{variable_name(wrong[0])!r}, which is not among {len(keys)}",
                 "Register the variables that the optimizer updates.",
@@ -300,7 +299,6 @@ def check_not_reduced(gradients: Sequence[Any]) -> None:
     """Checks that no tape has reduced the gradients."""
     if any(getattr(gradient, REDUCED, False) for gradient in gradients):
         raise errors.ArgumentError(
-            runtime.where(),
             "gradients of this rank alone, which this optimizer reduces",
             "gradients that a DistributedGradientTape has reduced",
             "Use the tape with a plain optimizer, or this optimizer with a plain tape.",
@@ -310,7 +308,6 @@ def check_not_reduced(gradients: Sequence[Any]) -> None:
 def _check_counts(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     if len(gradients) != len(variables):
         raise errors.ArgumentError(
-            runtime.where(),
             f"a gradient or None for each of {len(variables)} variables",
             f"{len(gradients)} gradients",
             "Pass the variables of the gradients, in the same order.",

@@ -149,16 +149,16 @@ def _count(what: str, value: Any, least: int, remedy: str, most: int | None = No
     expected = f"{what}, {least} or more" + ("" if most is None else f" and at most {most}")
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         received = f"{value!r} of type {type(value).__name__}"
-        raise errors.ArgumentTypeError(runtime.where(), expected, received, remedy)
+        raise errors.ArgumentTypeError(expected, received, remedy)
     number = int(value)
     if number < least or (most is not None and number > most):
-        raise errors.ArgumentError(runtime.where(), expected, repr(value), remedy)
+        raise errors.ArgumentError(expected, repr(value), remedy)
     return number
 
 
 def _refuse(expected: str, received: str, remedy: str) -> None:
     expected = f"{expected}, with local_steps"
-    raise errors.ArgumentError(runtime.where(), expected, received, remedy)
+    raise errors.ArgumentError(expected, received, remedy)
 
 
 def _set_of_node() -> ProcessSet:
@@ -183,14 +183,11 @@ def _configuration(outer: Any) -> dict[str, Any] | None:
         made = keras.optimizers.get(outer)
     except (TypeError, ValueError) as error:
         raise errors.ArgumentTypeError(
-            runtime.where(),
             "outer to be a Keras optimizer, its name, its configuration or None",
             f"{outer!r} of type {type(outer).__name__}",
             OUTER,
         ) from error
     if isinstance(made, KeepsOptions):
-        raise errors.ArgumentError(
-            runtime.where(), "an outer optimizer that is not distributed", repr(outer), OUTER
-        )
+        raise errors.ArgumentError("an outer optimizer that is not distributed", repr(outer), OUTER)
     config: dict[str, Any] = keras.optimizers.serialize(made)
     return config

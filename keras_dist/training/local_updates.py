@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 
 
 class LocalUpdates:
@@ -21,7 +21,6 @@ class LocalUpdates:
         """Returns updated variables, in a step of `fit` or `train_on_batch`."""
         if not self._keras_dist.rounds.is_entered:
             raise errors.UsageError(
-                runtime.where(),
                 "local steps in fit, in train_on_batch or by optimizer.apply",
                 "stateless_apply in a loop written by hand, which cannot end a round",
                 "Train with fit, or compile only the gradients and call optimizer.apply.",

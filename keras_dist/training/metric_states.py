@@ -197,7 +197,6 @@ def _check_names(metric: Any) -> None:
     names = {variable.name for variable in metric.variables}
     if isinstance(declared, dict) and not declared.keys() <= names:
         raise errors.ArgumentError(
-            runtime.where(),
             f"variables of metric {metric.name!r}: {', '.join(sorted(names))}",
             ", ".join(sorted(declared.keys() - names)),
             "Pass names of its variables to keras_dist.metrics.merge.",

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import _engine, errors, runtime
+from keras_dist import _engine, errors
 from keras_dist._compat import contract
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, innermost_optimizer
 from keras_dist.ops.arguments import resolve_groups
@@ -199,14 +199,12 @@ def _check_optimizer(optimizer: Any) -> None:
         if type(optimizer).__module__.startswith("torch."):
             remedy = "Optimizers of torch are wrapped by keras_dist.torch.DistributedOptimizer."
         raise errors.ArgumentTypeError(
-            runtime.where(),
             "an instance of a Keras optimizer",
             f"{optimizer!r} of type {type(optimizer).__name__}",
             remedy,
         )
     if any(map(is_distributed, [optimizer, *optimizers_inside(optimizer)])):
         raise errors.ArgumentError(
-            runtime.where(),
             "an optimizer that is not distributed yet",
             f"a distributed {type(optimizer).__name__}",
             "Wrap the optimizer once: wrapped twice, it would average twice.",
@@ -235,4 +233,4 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     else:
         applying.gradient_accumulation_steps = passes
         return
-    raise errors.ArgumentError(runtime.where(), expected, received, remedy)
+    raise errors.ArgumentError(expected, received, remedy)

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_dist import _backends, _engine, errors, runtime
+from keras_dist import _backends, _engine, errors
 from keras_dist._compat.keras.optimizer_state import is_overwritten, trained_by
 from keras_dist._compat.keras.sliced_updates import averages
 from keras_dist.ops.gradient_plans import SAME_MODEL
@@ -114,7 +114,6 @@ class Rounds:
         count = len(self.fragments)
         if count > max(1, len(weights)):
             raise errors.ArgumentError(
-                runtime.where(),
                 f"at most one fragment for each of {len(weights)} weights",
                 f"fragments={count}",
                 f"Pass fragments={max(1, len(weights))} or less to LocalSteps.",
@@ -241,7 +240,6 @@ class Rounds:
     def _count_in_graph(self) -> None:
         if self.taken:
             raise errors.UsageError(
-                runtime.where(),
                 "a round of local steps to end before a tf.function takes its first step",
                 f"a round of {self.taken} steps outside of the function",
                 "Call optimizer.finish_round() before the function.",

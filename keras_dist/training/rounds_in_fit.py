@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import _backends, errors, runtime
+from keras_dist import _backends, errors
 from keras_dist._compat.keras.models import is_built, layers_of, optimizer_of
 from keras_dist.training.distributed import distributed_optimizers
 from keras_dist.training.fit_session import Logs, running_in, steps_of_call
@@ -85,7 +85,6 @@ def _build(model: Any, every: dict[Any, Rounds], batches: Any) -> None:
     for optimizer, rounds in every.items():
         if not optimizer.built:
             raise errors.UsageError(
-                runtime.where(),
                 "an optimizer that is built before its first local step",
                 f"a {type(optimizer).__name__} that is not built",
                 "Call optimizer.build(variables) with the variables that it trains.",

@@ -136,7 +136,6 @@ def _variables_of_layers(layers: list[dict[str, Any]], variables: Sequence[Any])
     for layer in layers:
         if not layer["indices"] or max(layer["indices"]) >= len(variables):
             raise errors.UsageError(
-                runtime.where(),
                 f"the local layer {layer['path']!r} of the copy of an optimizer",
                 "an update by the optimizer alone, which does not know its model",
                 "Wrap the copy in keras_dist.PartialDistributedOptimizer, with local_layers.",
@@ -152,7 +151,6 @@ def find_set(sets: list[list[int]]) -> Any:
     if found is None:
         listed = " and ".join(format_ranks(ranks) for ranks in sets)
         raise errors.ArgumentError(
-            runtime.where(),
             f"a process set of {listed}, as when the optimizer was saved",
             "none",
             "Call keras_dist.add_process_set on every rank first, or pass another process_set "
@@ -166,7 +164,6 @@ def _find_compression(name: str) -> _engine.Compressor | _engine.GradientCompres
         return _engine.parse_gradient_compression(name, runtime.where())
     except errors.ArgumentError as error:
         raise errors.ArgumentError(
-            runtime.where(),
             f"the compression {name} as an argument, as when the optimizer was saved",
             "none",
             "Pass an instance of that class, or another compression, to load_model or, for "
@@ -203,7 +200,7 @@ def _same_path(path: str, other: str) -> bool:
 
 def _missing(name: str, count: int, kind: str) -> errors.CheckpointError:
     expected = f"{name} in the loaded model, for the options of its optimizer"
-    return errors.CheckpointError(runtime.where(), expected, f"{count} other {kind}", REMEDY)
+    return errors.CheckpointError(expected, f"{count} other {kind}", REMEDY)
 
 
 # --- Copies

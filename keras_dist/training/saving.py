@@ -12,7 +12,7 @@ from typing import Any
 import h5py
 import keras
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist._compat.keras.models import optimizer_of
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist._compat.keras.optimizers import innermost_optimizer
@@ -99,7 +99,6 @@ def _by_name(optimizers: Any) -> dict[str, type]:
     for candidate in listed:
         if not (isinstance(candidate, type) and issubclass(candidate, keras.optimizers.Optimizer)):
             raise errors.ArgumentTypeError(
-                runtime.where(),
                 "custom_optimizers to be a list of classes derived from a Keras optimizer",
                 f"{candidate!r} of type {type(candidate).__name__}",
                 "Pass for example custom_optimizers=[MyOptimizer].",
@@ -125,7 +124,7 @@ def _check_archive(path: pathlib.Path) -> None:
         received = f"{name!r} in it does not match its checksum"
     remedy = "The file is damaged: load a copy or an earlier checkpoint."
     expected = f"a complete model file {path}"
-    raise errors.CheckpointError(runtime.where(), expected, received, remedy)
+    raise errors.CheckpointError(expected, received, remedy)
 
 
 def _saved_options(model: keras.Model) -> dict[str, Any] | None:
@@ -218,4 +217,4 @@ def _distribute(
 def _unreadable(filepath: Any, error: Exception) -> errors.CheckpointError:
     expected = f"a model with the state of its optimizer in {filepath}"
     received = f"{type(error).__name__}: {error}"
-    return errors.CheckpointError(runtime.where(), expected, received, REMEDY)
+    return errors.CheckpointError(expected, received, REMEDY)

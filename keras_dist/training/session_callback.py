@@ -57,7 +57,6 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
         """Returns the root of a fit on a process set; raises if the callback cannot act there."""
         if self.acts_on_job:
             raise errors.ArgumentError(
-                runtime.where(),
                 "callbacks that act within a process set",
                 f"a {type(self).__name__} that {self.acts_on_job}",
                 "Omit it, or train on all ranks.",

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_dist import _backends, _engine, config, errors, runtime
+from keras_dist import _backends, _engine, config, errors
 from keras_dist._compat.keras.optimizer_state import (
     batches_seen,
     is_overwritten,
@@ -115,7 +115,6 @@ class Shards:
         comm = self._ranks()
         if (comm.rank, comm.size) != (self.rank, self.size):
             raise errors.BackendError(
-                runtime.where(),
                 f"{self.size} ranks, over which the state of the optimizer is sharded",
                 f"{comm.size} ranks",
                 "Save the model, and load it on the new ranks.",
@@ -259,4 +258,4 @@ def check_no_local_variables(options: ReductionOptions) -> None:
 
 def _refuse(expected: str, received: str, remedy: str) -> None:
     expected = f"{expected}, with shard_state=True"
-    raise errors.ArgumentError(runtime.where(), expected, received, remedy)
+    raise errors.ArgumentError(expected, received, remedy)

@@ -158,7 +158,6 @@ def check_undistributed(expected: str) -> None:
     if distribution is None:
         return
     raise errors.BackendError(
-        runtime.where(),
         expected,
         f"keras.distribution.{type(distribution).__name__} active on {runtime.size()} ranks, "
         "so that both would act",
@@ -193,7 +192,6 @@ def _check_layers(model: keras.Model) -> None:
     # batch. On other backends Keras itself rejects it.
     if names:
         raise errors.ArgumentError(
-            runtime.where(),
             f"model {model.name!r} to have no BatchNormalization(synchronized=True)",
             ", ".join(names),
             "Use keras_dist.layers.SyncBatchNormalization(), without synchronized=True, "

@@ -22,6 +22,11 @@ def test_four_parts_are_joined(kind):
     assert [str(each) for each in copies] == [SAID] * 3
 
 
+def test_an_error_says_where_it_is_raised(monkeypatch):
+    monkeypatch.setattr(errors, "where", lambda: "[here]")
+    assert str(errors.UsageError(*FOUR[1:])) == SAID
+
+
 def test_other_arguments_stay():
     class Own(errors.UsageError):
         def __init__(self, code, text):
