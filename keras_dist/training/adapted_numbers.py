@@ -1,26 +1,22 @@
 """`adapt` for numbers: moments for `Normalization`, boundaries of bins for `Discretization`.
 
-Moments are merged in float64 and in rank order, so that all ranks have the same bits. Of the values
-at equal distances in sorted elements, by which Keras summarizes an array, the ranks select those of
-the joined array without exchanging it.
+Moments are merged in float64 and in rank order, so that all ranks have the same bits. Keras'
+boundaries depend on how values are summarized: the ranks join their arrays, or each batch.
 """
 
 import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from keras_dist import _engine, errors
-from keras_dist._compat.keras.summaries import places_of
-from keras_dist.training.rank_exchanges import allreduce
 
 CHUNK = 1 << 20  # elements of an array that are converted to float64 at a time
-SIGN = np.uint32(1 << 31)
 
 
 def refused(layer: Any, expected: str, received: str) -> errors.ArgumentError:
@@ -175,67 +171,24 @@ def adapt_bins(layer: Any, data: Any, options: dict[str, Any], comm: _engine.Com
         if isinstance(data, list | tuple) and all(np.ndim(value) == 0 for value in data):
             data = np.asarray(data) if data else None  # numbers
         kind = None if data is None else "one array" if is_array(data) else "batches"
+        given = () if data is None else (data,) if kind == "one array" else data
+        batches = itertools.islice(given, options.get("steps"))
     kinds = _engine.collectives.allgather_object(comm, kind, operation="the kind of data")
     if len(set(kinds) - {None}) > 1:
         raise refused(layer, "data of the same kind on all ranks", ", ".join(map(str, kinds)))
-    adapt_all = _adapt_array if "one array" in kinds else _adapt_batches
     layer.reset_state()
-    if not adapt_all(layer, data, options.get("steps"), comm):
-        raise refused(layer, "data on a rank", "none on any rank")
-    layer.finalize_state()
-
-
-def _adapt_array(layer: Any, data: Any, steps: int | None, comm: _engine.Communicator) -> int:
-    """Summarizes the joined array; returns its number of elements."""
-    with on_every_rank(comm, layer):
-        keys = _sorted_keys(np.zeros(0) if data is None else as_numpy(data))
-
-    def added(counts: np.ndarray) -> np.ndarray:
-        return np.array(allreduce(comm, [counts], ["ranks of values"])[0])
-
-    total = int(added(np.array([len(keys)]))[0])
-    if total == 0:
-        return 0
-    places, weight = places_of(total, layer.epsilon)
-    values = _select(keys, np.array(places), added)
-    layer.summary = np.stack([values, np.ones_like(values) * weight])
-    layer.update_state(np.zeros(0))  # compresses
-    return total
-
-
-def _adapt_batches(layer: Any, data: Any, steps: int | None, comm: _engine.Communicator) -> int:
-    """Summarizes the joined batches one after the other; returns their number of elements."""
     total = 0
-    with on_every_rank(comm, layer):
-        given = itertools.islice(() if data is None else data, steps)
-    batches = (as_numpy(batch).astype(np.float32).reshape(-1) for batch in given)
     while True:
         with on_every_rank(comm, layer):
-            mine = next(batches, None)
+            batch = next(batches, None)
+            mine = None if batch is None else as_numpy(batch).astype(np.float32).reshape(-1)
         everyone = _engine.collectives.allgather_object(comm, mine, operation="a batch of data")
-        found = [batch for batch in everyone if batch is not None]
+        found = [values for values in everyone if values is not None]
         if not found:
-            return total
+            break
         joined = np.concatenate(found)
         total += joined.size
         layer.update_state(joined)
-
-
-def _sorted_keys(values: np.ndarray) -> np.ndarray:
-    """Returns integers in the order of float32 numbers, sorted; not a number comes last."""
-    numbers = values.astype(np.float32).reshape(-1) + np.float32(0)  # without -0
-    numbers[np.isnan(numbers)] = np.nan
-    bits = numbers.view(np.uint32)
-    return np.sort(np.where(bits & SIGN, ~bits, bits | SIGN))
-
-
-def _select(
-    keys: np.ndarray, places: np.ndarray, added: Callable[[np.ndarray], np.ndarray]
-) -> np.ndarray:
-    """Returns the float32 numbers at places of the sorted keys of all ranks, bit by bit."""
-    found = np.zeros(places.shape, np.uint32)
-    for bit in range(31, -1, -1):
-        tried = found | np.uint32(1 << bit)
-        smaller = added(np.searchsorted(keys, tried).astype(np.int64))
-        found = np.where(smaller <= places, tried, found)
-    return np.where(found & SIGN, found ^ SIGN, ~found).astype(np.uint32).view(np.float32)
+    if not total:
+        raise refused(layer, "data on a rank", "none on any rank")
+    layer.finalize_state()

@@ -9,7 +9,6 @@ from keras_dist._compat.keras import (
     optimizers,
     seeds,
     sliced_updates,
-    summaries,
 )
 from keras_dist._compat.keras.versions import version
 
@@ -24,5 +23,4 @@ CONTRACT = (
     *metrics.CONTRACT,
     *seeds.CONTRACT,
     *callbacks.CONTRACT,
-    *summaries.CONTRACT,
 )
