@@ -127,8 +127,7 @@ def complete(optimizer: Any, model: keras.Model | None = None) -> None:
         raise errors.CheckpointError(expected, str(error), remedy) from error
     built_for = [] if model is None else model.trainable_variables
     variables = trained_by(optimizer) or built_for
-    found = saved_options.settings(saved, variables, ())
-    local, layers = saved_options.local_state(saved, model, variables)
+    found, local, layers = saved_options.read(saved, model, variables)
     local_steps = found.pop("local_steps")
     options = with_local_steps(parse_reduction_options(**found), local_steps)
     forget(optimizer)

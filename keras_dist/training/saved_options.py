@@ -13,7 +13,7 @@ the file. A process without keras_dist ignores it.
 import functools
 import json
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,7 +22,6 @@ from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.models import layers_of
 from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist._compat.keras.optimizers import make_unpickler
-from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.runtime.process_sets import format_ranks
 from keras_dist.training.model_state import keras_variables, layer_name, variable_name
 
@@ -33,61 +32,11 @@ VERSION = 1
 REMEDY = "Pass the argument to load_model, or save the model again."
 
 
-# --- Writing
-
-
-def describe(
-    options: ReductionOptions,
-    variables: Sequence[Any],
-    local_variables: Sequence[Any],
-    local_layers: Sequence[keras.Layer],
-) -> str:
-    """Returns the options as JSON text."""
-    indices = _indices(variables)
-    groups: Any = options.groups
-    if not isinstance(groups, int):
-        groups = [[_describe_variable(v, indices) for v in group] for group in groups] or None
-    return json.dumps(
-        {
-            "version": VERSION,
-            "op": options.op.value,
-            "process_set": [list(ranks) for ranks in options.sets],
-            "compression": options.compression.name,
-            "backward_passes_per_step": options.passes,
-            "average_aggregated_gradients": options.averages,
-            "gradient_predivide_factor": options.predivide,
-            "sparse_as_dense": options.sparse_as_dense,
-            "groups": groups,
-            "scale_local_gradients": options.scale_local,
-            "shard_state": options.shard_state,
-            "local_steps": options.local_steps and options.local_steps.get_config(),
-            "local_variables": [_describe_variable(v, indices) for v in local_variables],
-            "local_layers": [
-                {"path": layer_name(layer), "indices": _indices_of(layer, indices)}
-                for layer in local_layers
-            ],
-        },
-        indent=2,
-    )
-
-
-def _describe_variable(variable: Any, indices: dict[int, int]) -> dict[str, Any]:
-    return {"path": variable_name(variable), "place": indices.get(id(variable))}
-
-
-def _indices(variables: Sequence[Any]) -> dict[int, int]:
-    return {id(variable): index for index, variable in enumerate(variables)}
-
-
-def _indices_of(layer: keras.Layer, indices: dict[int, int]) -> list[int]:
-    return [indices[id(v)] for v in layer.trainable_variables if id(v) in indices]
-
-
 # --- Reading
 
 
 def parse(text: str | bytes) -> dict[str, Any]:
-    """Parses the text of `describe`; raises a `ValueError` for another text or version."""
+    """Parses the text of a `KeepsOptions`; raises a `ValueError` for another text or version."""
     saved = json.loads(text)
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         version = saved.get("version") if isinstance(saved, dict) else saved
@@ -95,41 +44,33 @@ def parse(text: str | bytes) -> dict[str, Any]:
     return saved
 
 
-def settings(
-    saved: dict[str, Any], variables: Sequence[Any], given: Collection[str]
-) -> dict[str, Any]:
-    """Returns the arguments of `DistributedOptimizer` that were saved, without those `given`."""
-    read: dict[str, Any] = {
-        "process_set": find_set,
-        "compression": _find_compression,
-        "groups": lambda groups: (
-            [[_find_variable(item, variables) for item in group] for group in groups]
-            if isinstance(groups, list)
-            else groups
-        ),
-    }
+def read(
+    saved: dict[str, Any],
+    model: keras.Model | None,
+    variables: Sequence[Any],
+    given: Collection[str] = (),
+) -> tuple[dict[str, Any], list[Any], list[keras.Layer]]:
+    """Returns saved arguments of `DistributedOptimizer`, local variables and local layers.
+
+    Without the arguments `given`. Without a `model`, layers are found by their variables.
+    """
     names = (
         "op process_set compression backward_passes_per_step average_aggregated_gradients "
         "gradient_predivide_factor sparse_as_dense groups scale_local_gradients shard_state "
         "local_steps"
     )
     known = {"shard_state": False, "local_steps": None} | saved  # files of earlier versions lack it
-    return {
-        name: read.get(name, lambda value: value)(known[name])
-        for name in names.split()
-        if name not in given
-    }
-
-
-def local_state(
-    saved: dict[str, Any], model: keras.Model | None, variables: Sequence[Any]
-) -> tuple[list[Any], list[keras.Layer]]:
-    """Returns the local variables and the local layers that were saved."""
-    known = [_find_variable(item, variables) for item in saved["local_variables"]]
+    found = {name: known[name] for name in names.split() if name not in given}
+    if "process_set" in found:
+        found["process_set"] = find_set(found["process_set"])
+    if "compression" in found:
+        found["compression"] = _find_compression(found["compression"])
+    if isinstance(groups := found.get("groups"), list):
+        found["groups"] = [[_find_variable(item, variables) for item in each] for each in groups]
+    local = [_find_variable(item, variables) for item in saved["local_variables"]]
     if model is None:
-        return known + _variables_of_layers(saved["local_layers"], variables), []
-    layers = [_find_layer(item, model, variables) for item in saved["local_layers"]]
-    return known, layers
+        return found, local + _variables_of_layers(saved["local_layers"], variables), []
+    return found, local, [_find_layer(item, model, variables) for item in saved["local_layers"]]
 
 
 def _variables_of_layers(layers: list[dict[str, Any]], variables: Sequence[Any]) -> list[Any]:
@@ -169,6 +110,14 @@ def _find_compression(name: str) -> _engine.Compressor | _engine.GradientCompres
             "Pass an instance of that class, or another compression, to load_model or, for "
             "a copy, to DistributedOptimizer.",
         ) from error
+
+
+def _indices(variables: Sequence[Any]) -> dict[int, int]:
+    return {id(variable): index for index, variable in enumerate(variables)}
+
+
+def _indices_of(layer: keras.Layer, indices: dict[int, int]) -> list[int]:
+    return [indices[id(v)] for v in layer.trainable_variables if id(v) in indices]
 
 
 def _find_variable(saved: dict[str, Any], variables: Sequence[Any]) -> Any:
@@ -212,10 +161,38 @@ class KeepsOptions:
     _keras_dist: Any  # a `GradientReduction`
 
     def _keras_dist_text(self) -> str:
-        mine = self._keras_dist
-        variables = trained_by(self)
-        local = keras_variables(variables, mine.registered)
-        return describe(mine.options, variables, local, mine.local_layers)
+        """Returns the options as JSON text."""
+        mine, options, variables = self._keras_dist, self._keras_dist.options, trained_by(self)
+        indices = _indices(variables)
+
+        def described(those: Iterable[Any]) -> list[dict[str, Any]]:
+            return [{"path": variable_name(v), "place": indices.get(id(v))} for v in those]
+
+        groups: Any = options.groups
+        if not isinstance(groups, int):
+            groups = list(map(described, groups)) or None
+        return json.dumps(
+            {
+                "version": VERSION,
+                "op": options.op.value,
+                "process_set": [list(ranks) for ranks in options.sets],
+                "compression": options.compression.name,
+                "backward_passes_per_step": options.passes,
+                "average_aggregated_gradients": options.averages,
+                "gradient_predivide_factor": options.predivide,
+                "sparse_as_dense": options.sparse_as_dense,
+                "groups": groups,
+                "scale_local_gradients": options.scale_local,
+                "shard_state": options.shard_state,
+                "local_steps": options.local_steps and options.local_steps.get_config(),
+                "local_variables": described(keras_variables(variables, mine.registered)),
+                "local_layers": [
+                    {"path": layer_name(layer), "indices": _indices_of(layer, indices)}
+                    for layer in mine.local_layers
+                ],
+            },
+            indent=2,
+        )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the user's class; its copies have the same options."""

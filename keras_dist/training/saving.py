@@ -202,8 +202,7 @@ def _distribute(
         return
     variables = trained_by(optimizer)
     try:
-        found = saved_options.settings(saved, variables, given)
-        local, layers = saved_options.local_state(saved, model, variables)
+        found, local, layers = saved_options.read(saved, model, variables, given)
     except (KeyError, TypeError, AttributeError) as error:  # keras_dist did not write the file
         raise _unreadable(filepath, error) from error
     DistributedOptimizer(optimizer, **found, **given)
