@@ -84,7 +84,7 @@ class ResumingCallback(SessionCallback, KerasBackup):
         self._store.written = found["epoch"], found["step"]
         found["step"] = steps_now(found, warns=runtime.rank() == self.root_rank)
         self._fit.take(state.DataPosition.key, state.Generators.key)
-        self.after_hook(functools.partial(self._fit.take_on_all, CallbackStates.key))
+        self.session.after_hook(functools.partial(self._fit.take_on_all, CallbackStates.key))
         if found["begun"]:
             self._step = found["step"]
             self._resumed = ResumedEpoch(self.session, self._fit, self._random, found)
@@ -101,7 +101,7 @@ class ResumingCallback(SessionCallback, KerasBackup):
         self._store.begin_epoch()
         self._has_begun = True
         if self._resumed is not None:
-            self.after_hook(functools.partial(self._resume_epoch, self._resumed))
+            self.session.after_hook(functools.partial(self._resume_epoch, self._resumed))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Counts the batch and writes a generation if `save_freq` is reached."""
@@ -135,7 +135,7 @@ class ResumingCallback(SessionCallback, KerasBackup):
 
     def _keras_dist_save(self) -> None:
         # Later callbacks of the list have not run the current hook yet.
-        self.after_hook(self._back_up)
+        self.session.after_hook(self._back_up)
 
     def _back_up(self) -> None:
         check = verify_sums if self._store.by_all else None

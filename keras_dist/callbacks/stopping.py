@@ -50,17 +50,14 @@ class AgreeOnStoppingCallback(SessionCallback):
         self.each_batch = each_batch
         self._waits = False  # for the end of a round of local steps, to stop
         self._rounds: list[Rounds] = []
-        if each_batch:
-            # On the instance, only if needed: the presence of this hook makes Keras call the hooks
-            # of all callbacks in the training thread, the only thread that may run collectives.
-            self.on_train_batch_end = self._agree_at_batch
+        self._agree_at_batches(each_batch)
 
     def asks(self, appended: Sequence[keras.callbacks.Callback]) -> tuple[bool, bool]:
         """Returns whether to agree after every batch, as made and because of appended callbacks."""
         return self.each_batch, may_stop_at_a_batch(appended)
 
-    def told(self, answers: Sequence[tuple[bool, bool]]) -> "AgreeOnStoppingCallback":
-        """Returns a callback that agrees after every batch if any rank asks for it."""
+    def told(self, answers: Sequence[tuple[bool, bool]]) -> None:
+        """Agrees after every batch of this fit if any rank asks for it."""
         as_made, appended = zip(*answers, strict=True)
         if len(set(as_made)) > 1:
             ranks = ", ".join(str(rank) for rank, each in enumerate(as_made) if each)
@@ -70,11 +67,15 @@ class AgreeOnStoppingCallback(SessionCallback):
                 "Pass the same callbacks on every rank. Wrap a callback that acts on one rank "
                 "in keras_dist.callbacks.RootOnly.",
             )
-        if self.each_batch or not any(appended):
-            return self
-        other = type(self)(each_batch=True)
-        other.process_set = self.process_set
-        return other
+        self._agree_at_batches(self.each_batch or any(appended))
+
+    def _agree_at_batches(self, agrees: bool) -> None:
+        # On the instance, only if needed: the presence of this hook makes Keras call the hooks of
+        # all callbacks in the training thread, the only thread that may run collectives.
+        if agrees:
+            self.on_train_batch_end = self._agree_at_batch
+        else:
+            vars(self).pop("on_train_batch_end", None)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees on a stop; Keras then stops after the first batch."""
@@ -215,7 +216,7 @@ class PreemptionCallback(SessionCallback):
         self._received += [text for text in everyone if text is not None]
         if self._received:
             # The backup must include the effects of later callbacks in the current hook.
-            self.after_hook(self._leave)
+            self.session.after_hook(self._leave)
 
     def _leave_if_asked(self, logs: Any, _: Compute) -> Any:
         if self._received:

@@ -45,7 +45,7 @@ class ReportCallback(SessionCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports the logs of the epoch when all callbacks have written; waits for all ranks."""
         metrics = {name: np.asarray(value).tolist() for name, value in (logs or {}).items()}
-        self.after_hook(lambda: self._report({"epoch": epoch + 1, **metrics}))
+        self.session.after_hook(lambda: self._report({"epoch": epoch + 1, **metrics}))
 
     def _report(self, metrics: dict[str, Any]) -> None:
         checkpoint = None

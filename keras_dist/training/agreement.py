@@ -106,10 +106,8 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     _check_files([files for *_, files in gathered])
     _warn_of_files([written for *_, written, _ in gathered])
     answers = zip(*(asks for _, _, asks, *_ in gathered), strict=True)
-    given = flat(arguments)
-    told = [each.told(next(answers)) if members([each]) else each for each in given]
-    if any(new is not old for new, old in zip(told, given, strict=True)):
-        arguments["callbacks"] = told
+    for member, answer in zip(members(flat(arguments)), answers, strict=True):
+        member.told(answer)
     sharded, shapes = zip(*(data for _, data, *_ in gathered), strict=True)
     return all(sharded), shapes[0] is not None and len(set(shapes)) == 1
 

@@ -1,7 +1,7 @@
 """The base class of callbacks that take part in sessions."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -72,9 +72,8 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
         """Returns what this rank tells the others, given the callbacks that a user has appended."""
         return None
 
-    def told(self, answers: Sequence[Any]) -> "SessionCallback":
-        """Returns the callback to use, given what all ranks have told."""
-        return self
+    def told(self, answers: Sequence[Any]) -> None:
+        """Takes what all ranks have told, before Keras looks at the hooks of the callback."""
 
     def enter(self, session: FitSession) -> None:
         """Takes part in a fit, before `on_train_begin` of any callback."""
@@ -82,7 +81,3 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
     def warn(self, text: str) -> None:
         if runtime.rank() == self.root_rank:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-    def after_hook(self, work: Callable[[], None]) -> None:
-        """Calls a function after the current hook of all callbacks; at once outside of a hook."""
-        self.session.after_hook(work)

@@ -177,7 +177,7 @@ class Interrupt(SessionCallback):
         if self.left == 0 and self.how == "before the write":
             raise Interrupted
         if self.left == 0 and self.how == "after it":
-            self.after_hook(self.end)
+            self.session.after_hook(self.end)
 
     def end(self):
         raise Interrupted
@@ -202,7 +202,7 @@ class Trajectory(SessionCallback):
         self.at = self.epoch * SAMPLES + (batch + 1) * self.batch
         self.seen["batches"].append(batch)
         self.seen["sums"] = self.seen["sums"] + logs["loss"]
-        self.after_hook(self.note)
+        self.session.after_hook(self.note)
 
     def note(self):
         self.states[self.at] = state_of(self.model, self.way)

@@ -24,7 +24,7 @@ class Interrupt(SessionCallback):
 
     def on_train_batch_end(self, batch, logs=None):
         if self.at == (self.epoch, batch):
-            self.after_hook(self.interrupt)
+            self.session.after_hook(self.interrupt)
 
     def interrupt(self):
         raise Interrupted
