@@ -131,8 +131,7 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
 
     def _refuse_plain(self, optimizer: keras.optimizers.Optimizer) -> None:
         own_step = not is_part_of_keras(type(self.model).train_step)
-        text = errors.explain(
-            runtime.where(),
+        parts = (
             f"the optimizer of model {self.model.name!r} to be distributed",
             f"a plain {type(optimizer).__name__}; gradients are not averaged",
             f"{WRAP} Ignore this warning if train_step averages gradients itself."
@@ -140,8 +139,8 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
             else f"{WRAP} To train another model on each rank, omit the callbacks of keras_dist.",
         )
         if not own_step:
-            raise errors.UsageError(text)
-        self.warn(text)
+            raise errors.UsageError(*parts)
+        self.warn(*parts)
 
     def _warn_of_differences(self, values: Mapping[int, dict[str, str]]) -> None:
         root, expected = self.root_rank, values[self.root_rank]
@@ -152,15 +151,13 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
             if expected.get(name, value) != value
         ]
         if differing:
-            text = errors.explain(
-                runtime.where(),
+            self.warn(
                 "optimizers with equal hyperparameters on all ranks",
                 "; ".join(differing[:8]),
                 f"All ranks train with the learning rate of rank {root}; other values stay, and "
                 "replicas differ. In a search, draw on one rank and call "
                 "keras_dist.broadcast_object, or train each trial on a process set.",
             )
-            self.warn(text)
 
 
 def _build(model: keras.Model, batches: Any) -> None:

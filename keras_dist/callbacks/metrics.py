@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import _backends, _engine, errors, runtime
+from keras_dist import _backends, _engine, runtime
 from keras_dist.training.fit_session import Compute, FirstStep, FitSession, Logs
 from keras_dist.training.metric_states import merged_states, unmergeable
 from keras_dist.training.model_state import bytes_of, to_numpy
@@ -107,15 +107,13 @@ class MetricAverageCallback(SessionCallback):
         self._warned = outermost
         # On all ranks: functions that are tried may communicate.
         if (found := unmergeable(model)) and runtime.rank() == self.root_rank:
-            text = errors.explain(
-                runtime.where(),
+            self.warn(
                 "metrics whose states on the ranks can be merged",
                 f"{', '.join(found)}; the average of the ranks' results is logged instead",
                 "Declare how to merge the states with keras_dist.metrics.merge(metric, how), "
                 "and keep them in variables of Metric.add_variable. Let a function return one "
                 "number for each sample.",
             )
-            self.warn(text)
 
 
 def as_numbers(logs: Any) -> Any:

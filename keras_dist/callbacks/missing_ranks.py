@@ -134,7 +134,6 @@ class UnevenDataCallback(SessionCallback):
         if not ranks:
             return
         raise errors.DataError(
-            runtime.fit_communicator().where(),
             "as many batches on every rank, with uneven='error'",
             f"ranks {ranks} out of data before others",
             "Shard the data with keras_dist.data.shard, or pass uneven='continue' or "

@@ -164,14 +164,12 @@ class VerifyBatches(SessionCallback):
                 ranks[digest].append(str(rank))
         same = ["ranks " + ", ".join(group) for group in ranks.values() if len(group) > 1]
         if same:
-            text = errors.explain(
-                runtime.fit_communicator().where(),
+            self.warn(
                 "a different first batch on each rank",
                 f"the same batch on {' and on '.join(same)}",
                 "Shard the data with keras_dist.data.shard, or draw samples for each rank with "
                 "keras_dist.data.sample. Ignore this warning if equal batches are intended.",
             )
-            self.warn(text)
         return arguments
 
 

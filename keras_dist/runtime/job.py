@@ -322,10 +322,10 @@ def where() -> str:
     return communicator().where() if has_mpi() else "[without MPI]"
 
 
-def notify(message: str) -> None:
-    """Logs a warning once for the job, on rank 0."""
+def notify(*parts: str) -> None:
+    """Logs a warning once for the job, on rank 0: a message, or its parts as of an error."""
     if rank() == 0:
-        _log.warning(message)
+        _log.warning(str(errors.KerasDistError(*parts)))
 
 
 @functools.cache

@@ -116,13 +116,10 @@ def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
 def _warn_of_weights() -> None:
     """Warns once that ranks may train different weights. Not a collective operation."""
     runtime.notify(
-        errors.explain(
-            runtime.where(),
-            "the callbacks of keras_dist in a fit with a distributed optimizer",
-            "none; the initial weights are not broadcast, and metrics are those of each rank",
-            "Pass callbacks=keras_dist.callbacks(...) to fit. Ignore this warning if the ranks "
-            "start with equal weights.",
-        )
+        "the callbacks of keras_dist in a fit with a distributed optimizer",
+        "none; the initial weights are not broadcast, and metrics are those of each rank",
+        "Pass callbacks=keras_dist.callbacks(...) to fit. Ignore this warning if the ranks "
+        "start with equal weights.",
     )
 
 
@@ -149,13 +146,10 @@ def _warn_of_files(gathered: list[list[str]]) -> None:
 def _warn_of_file(path: str) -> None:
     """Warns once of a path, although a script may call `fit` for each epoch."""
     runtime.notify(
-        errors.explain(
-            runtime.where(),
-            "callbacks that write files on one rank, or on each rank in a file of its own",
-            f"keras.callbacks.{path}, on several ranks",
-            "Use the BackupAndRestore and ModelCheckpoint of keras_dist.callbacks, and wrap "
-            "others in keras_dist.callbacks.RootOnly.",
-        )
+        "callbacks that write files on one rank, or on each rank in a file of its own",
+        f"keras.callbacks.{path}, on several ranks",
+        "Use the BackupAndRestore and ModelCheckpoint of keras_dist.callbacks, and wrap others in "
+        "keras_dist.callbacks.RootOnly.",
     )
 
 

@@ -153,14 +153,11 @@ def _over_ranks(own: Sequence[Measured]) -> list[Any]:
 def _warn_of_whole_batch(name: str) -> None:
     """Warns once that a loss is not that of one process. Not a collective operation."""
     runtime.notify(
-        errors.explain(
-            runtime.where(),
-            "a loss that is a mean or a sum over the samples of a batch",
-            f"the loss {name!r}, which compares the samples of the batch of a rank with each "
-            "other, or is a function of their mean, such as a root",
-            "Return one number for each sample, by axis= of Dice and Tversky. Ignore this "
-            "warning if batches of the size of a rank are what you want; the ranks are averaged.",
-        )
+        "a loss that is a mean or a sum over the samples of a batch",
+        f"the loss {name!r}, which compares the samples of the batch of a rank with each other, or "
+        "is a function of their mean, such as a root",
+        "Return one number for each sample, by axis= of Dice and Tversky. Ignore this warning if "
+        "batches of the size of a rank are what you want; the ranks are averaged.",
     )
 
 

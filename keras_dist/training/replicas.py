@@ -211,7 +211,6 @@ def _verify(model: keras.Model, digest: Callable[[Any], bytes]) -> None:
     if any(each.taken for each in map(rounds_of, optimizers_of(model)) if each is not None):
         remedy = "Call optimizer.finish_round() first: a round of local steps has begun."
     raise errors.MismatchError(
-        comm.where(),
         f"the {len(variables)} variables of model {model.name!r} to be equal on all ranks"
         + (f", and what {len(layers)} layers keep besides them" if layers else ""),
         described(names, different),
@@ -293,7 +292,7 @@ def broadcast_layers(
     if different := differing(comm, [digest for _, digest in found]):
         expected = f"the layers of model {model.name!r} to compute with the same on all ranks"
         text = described([name for name, _ in found], different)
-        raise errors.MismatchError(comm.where(), expected, text, ADAPT)
+        raise errors.MismatchError(expected, text, ADAPT)
     layer_state.retrace_if_changed(model)
 
 
@@ -305,4 +304,4 @@ def _of_layers(comm: _engine.Communicator) -> Iterator[None]:
             yield
         except Exception as error:  # of a user's method
             expected = "every layer to take the state that it has on the root"
-            raise errors.MismatchError(comm.where(), expected, str(error), ADAPT) from error
+            raise errors.MismatchError(expected, str(error), ADAPT) from error

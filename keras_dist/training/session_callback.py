@@ -78,6 +78,8 @@ class SessionCallback(SessionMember, keras.callbacks.Callback):
     def enter(self, session: FitSession) -> None:
         """Takes part in a fit, before `on_train_begin` of any callback."""
 
-    def warn(self, text: str) -> None:
+    def warn(self, *parts: str) -> None:
+        """Warns on the root, by a message or by its parts as of an error."""
         if runtime.rank() == self.root_rank:
+            text = str(errors.KerasDistError(*parts))
             warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -112,7 +112,6 @@ def share_loaded(model: keras.Model, root_rank: int) -> None:
     if not all(have[root]):
         ranks = ", ".join(str(rank) for rank, each in enumerate(have) if any(each))
         raise errors.MismatchError(
-            comm.where(),
             f"rank {root_rank} to have loaded the state of the optimizer, which it broadcasts",
             f"state that was loaded on ranks {ranks} alone",
             "Load the model on the root, or on every rank.",
