@@ -138,17 +138,14 @@ def _check(reports: list[_Report]) -> None:
             where, remedy = f"[rank {rank} of {len(reports)}]", "See the traceback of that rank."
             raise errors.DataError(where, expected, text, remedy)
     if all(specs is None for _, _, specs, _ in reports):
-        where, remedy = runtime.where(), "Pass more data."
-        raise errors.DataError(where, expected, "data without a batch", remedy)
+        raise errors.DataError(expected, "data without a batch", "Pass more data.")
 
 
 def _order(counts: list[list[int]]) -> np.ndarray:
-    """Returns the indices that put rows in the order of the batches."""
-    starts = np.cumsum([0, *(sum(rows) for rows in counts[:-1])])
-    ends = [start + np.cumsum([0, *rows]) for start, rows in zip(starts, counts, strict=True)]
+    """Returns the indices that put rows, from rank to rank, in the order of the batches."""
     size = len(counts)
-    pieces = [
-        np.arange(*ends[batch % size][batch // size : batch // size + 2])
-        for batch in range(sum(map(len, counts)))
+    batches = [
+        np.repeat(np.arange(rank, len(rows) * size + rank, size), rows)
+        for rank, rows in enumerate(counts)
     ]
-    return np.concatenate(pieces)
+    return np.argsort(np.concatenate(batches), kind="stable")
