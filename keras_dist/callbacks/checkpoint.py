@@ -224,8 +224,7 @@ class BackgroundWriter:
         except Exception as error:
             expected = f"to write the checkpoint {filepath}"
             received = f"{type(error).__name__}: {error}"
-            where = runtime.where()
-            raise errors.CheckpointError(where, expected, received, NEEDS_ROOM) from error
+            raise errors.CheckpointError(expected, received, NEEDS_ROOM) from error
         return True
 
 

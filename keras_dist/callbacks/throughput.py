@@ -204,9 +204,10 @@ class WriteScalars(SessionCallback):
         super().__init__()
         runtime.communicator()
         if endpoints.current() is None:
-            _refuse("a job that can be watched", "KERAS_DIST_TOP=0", "Leave that variable out.")
+            remedy = "Leave that variable out."
+            raise errors.ArgumentError("a job that can be watched", "KERAS_DIST_TOP=0", remedy)
         if importlib.util.find_spec("tensorflow") is None:
-            _refuse(
+            raise errors.ArgumentError(
                 "TensorFlow, which writes files for TensorBoard",
                 "none",
                 "pip install tensorflow-cpu, or use KERAS_DIST_PROMETHEUS_PORT.",
@@ -279,7 +280,3 @@ def _scalars(job: Job) -> dict[str, float]:
 
 def _gib(nbytes: int | None) -> float | None:
     return None if nbytes is None else nbytes / 2**30
-
-
-def _refuse(expected: str, received: str, remedy: str) -> None:
-    raise errors.ArgumentError(expected, received, remedy)

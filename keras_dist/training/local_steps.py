@@ -84,13 +84,12 @@ class LocalSteps:
         fragments: int = 1,
         delay: int = 0,
     ):
-        where = runtime.where()
         self.steps = _count("a number of local steps", steps, 1, "Pass for example 64.")
         self.fragments = _count("a number of fragments", fragments, 1, "Omit it for 1.", self.steps)
         self.delay = _count("the steps of a delay", delay, 0, "Omit it for 0.", self.steps - 1)
         if not (within is None or within == NODE or isinstance(within, ProcessSet)):
-            expected, remedy = "within to be 'node', a ProcessSet or None", "Omit it."
-            raise errors.ArgumentTypeError(where, expected, repr(within), remedy)
+            expected = "within to be 'node', a ProcessSet or None"
+            raise errors.ArgumentTypeError(expected, repr(within), "Omit it.")
         self.within = within
         self._outer = _configuration(outer)
 

@@ -292,7 +292,8 @@ def _twin(value: Any, made: dict[int, Any]) -> Any:
     if type(value) is tuple:
         return tuple(_twin(inner, made) for inner in value)
     owner = value.__self__ if inspect.ismethod(value) else value
-    if any(is_part_of_keras(base) or _is_module(base) for base in type(owner).__mro__):
+    bases = type(owner).__mro__  # of a module of torch, whose weights are no state, torch.nn
+    if any(is_part_of_keras(base) or base.__module__.startswith("torch.nn.") for base in bases):
         return value
     copies = dict(made)
     try:  # such as a variable of the backend, a deque, or an object of the user with state
@@ -301,11 +302,6 @@ def _twin(value: Any, made: dict[int, Any]) -> Any:
         return value
     made.update(copies)
     return copied
-
-
-def _is_module(kind: type) -> bool:
-    """Returns whether a class is that of a module of torch, whose weights are no state."""
-    return kind.__module__.startswith("torch.nn.")
 
 
 def _same(a: Any, b: Any, seen: set[int]) -> bool:

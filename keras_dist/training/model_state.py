@@ -79,7 +79,9 @@ def state_of_steps(model: keras.Model) -> list[Any]:
     """Returns the state of local steps, without learning rates and averages, which are alike."""
     stepping = _stepping(model)
     found = {id(variable): variable for each in stepping for variable in each.variables}
-    shared = [v for each in stepping for v in _shared_by_steps(each)]
+    shared = [optimizer_state.learning_rate(each) for each in stepping]
+    for each in stepping:
+        shared += averages(each) if each.built and each.use_ema else []
     excluded = {id(v) for v in [*shared, *accumulators(stepping)]}
     return [variable for key, variable in found.items() if key not in excluded]
 
@@ -95,12 +97,6 @@ def _stepping(model: keras.Model) -> list[Any]:
     outer = {id(outer) for family in every for outer in rounds_of(family[0]).outers}
     members = [each for family in every for each in family if id(each) not in outer]
     return list({id(each): each for each in members}.values())
-
-
-def _shared_by_steps(optimizer: Any) -> list[Any]:
-    """Returns what local steps of ranks have alike in the state of an optimizer."""
-    averaged = averages(optimizer) if optimizer.built and optimizer.use_ema else []
-    return [optimizer_state.learning_rate(optimizer), *averaged]
 
 
 def slice_of(variable: Any) -> tuple[Any, int] | None:
