@@ -58,15 +58,10 @@ def write_tables(model: keras.Model, kept: Kept) -> None:
     """Sets vocabularies and boundaries of bins, which do not depend on variables."""
     for layer, mine in zip(_layers(model), kept, strict=True):
         try:
-            bins = mine.get(BINS)
             if is_lookup(layer):
                 _write_vocabulary(layer, mine)
-            elif (
-                _is_table(layer)
-                and bins is not None
-                and not np.array_equal(bins, _read_table(layer).get(BINS, ()))
-            ):
-                layer.bin_boundaries = bins.tolist()
+            elif BINS in mine:
+                layer.bin_boundaries = mine[BINS].tolist()
         except Exception as error:  # Keras raises errors of several classes
             raise _refused(layer, error) from error
 

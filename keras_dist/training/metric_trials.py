@@ -292,7 +292,7 @@ def _twin(value: Any, made: dict[int, Any]) -> Any:
     if type(value) is tuple:
         return tuple(_twin(inner, made) for inner in value)
     owner = value.__self__ if inspect.ismethod(value) else value
-    bases = type(owner).__mro__  # of a module of torch, whose weights are no state, torch.nn
+    bases = type(owner).__mro__  # weights of a module of torch are no state
     if any(is_part_of_keras(base) or base.__module__.startswith("torch.nn.") for base in bases):
         return value
     copies = dict(made)
