@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_dist import errors
-from keras_dist.launch.cli.timeline_contents import Contents, notes, tables
+from keras_dist.launch.cli.timeline_contents import SummaryTable, notes, tables
 from keras_dist.launch.cli.timeline_figures import COLOURS, save_html, save_png
 from keras_dist.monitor.timeline.summary import KINDS, Shares, Summary, summarise
 
@@ -57,7 +57,7 @@ def _report(name: str, summary: Summary) -> Group:
     return Group(title, Text("  ").join(legend), *drawn, *map(Text, notes(summary)))
 
 
-def _drawn(found: Contents) -> Table:
+def _drawn(found: SummaryTable) -> Table:
     """Returns a table for a terminal of 80 columns."""
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(
