@@ -143,7 +143,8 @@ def agreed_logs(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
     mine = counts, {path: _described(value) for path, value in own.items()}
     everyone = allgather_object(mine, "averaging the logs")
     counting = [found for counted, found in everyone if counted]
-    counting = counting or [found for _, found in everyone]
+    if not counting:  # as in Keras on torch, whose epochs without batches have no logs
+        return {}
     agreed: dict[Path, Any] = {}
     arrays: list[Path] = []
     for path in dict.fromkeys(path for found in counting for path in found):

@@ -646,6 +646,19 @@ def test_a_loss_that_sums_is_an_exact_metric():
     assert_exact(values_of(found), values_of(expected))
 
 
+def test_an_epoch_without_batches_has_the_logs_of_keras():
+    x = np.ones((4, CLASSES), "float32")
+
+    def logs(callbacks):
+        batches = ((x, x + 1) for _ in range(2))  # no more in the second epoch
+        fit = compiled(["mae"]).fit
+        return fit(batches, epochs=2, steps_per_epoch=2, verbose=0, callbacks=callbacks).history
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        assert logs([MetricAverageCallback()]) == logs(None)
+
+
 def test_aggregations_of_keras_say_how_to_merge():
     class Told(Own):
         states: ClassVar = {}
