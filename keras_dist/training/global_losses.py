@@ -21,8 +21,8 @@ from keras import ops
 from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.losses import Measured, own_losses, replaced_losses
 from keras_dist.runtime.process_sets import ProcessSet
+from keras_dist.training.batch_trials import as_tried
 from keras_dist.training.gradient_reduction import GradientReduction
-from keras_dist.training.loss_trials import as_tried
 from keras_dist.training.rank_exchanges import allreduce, reduce_over_ranks
 
 LOSSES = "the losses of a step"

@@ -21,9 +21,9 @@ from keras_dist._compat.keras.metrics import (
     metrics_of,
     own_variables,
 )
+from keras_dist.training.batch_trials import averages_no_means
 from keras_dist.training.metric_trials import (
     UnmergeableMetric,
-    averages_no_means,
     behaviours,
     reset_values,
 )

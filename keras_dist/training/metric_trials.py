@@ -2,25 +2,19 @@
 
 import collections
 import copy
-import functools
 import inspect
 import itertools
-import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_dist import errors
 from keras_dist._compat.keras.callbacks import is_part_of_keras
-from keras_dist._compat.keras.metrics import function_of
 from keras_dist.training.model_state import to_numpy
 
 BATCHES, SAMPLES = 3, 4  # the number of batches, and of samples in each
-MOST_ELEMENTS = 2**18  # of a sample that a function is tried on
 SHIFTS = (0, -1000, 2, 1000)  # of a state after a reset
 # Of variables before a reset: in the marks none has the value of another one.
 ZEROS, MARKS = itertools.repeat(0), range(2, 2**15)
@@ -57,60 +51,6 @@ def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[s
             f"{asked[found.index(OF_BATCH)].name}, which is no sum over samples"
         )
     return ["sum" if how == OF_BATCH else how for how in found]
-
-
-# Whether a metric averages numbers of whole batches that are no means.
-_no_means: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
-
-
-def averages_no_means(metric: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Returns whether a metric averages numbers of whole batches that differ from those of parts.
-
-    Such is the root of a mean square: its average over ranks is not that of their common batch.
-    """
-    function, options = function_of(metric)
-    if function is None or isinstance(function, keras.losses.Loss) or is_part_of_keras(function):
-        return False
-    if metric not in _no_means:
-        _no_means[metric] = _is_no_mean(functools.partial(function, **options), shapes)
-    return _no_means[metric]
-
-
-def _is_no_mean(function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> bool:
-    half = SAMPLES // 2
-    tried: list[bool] = []
-    for targets, outputs in _targets_and_outputs(shapes):
-        if tried and targets.shape != outputs.shape:
-            break  # a class for each sample would be broadcast
-        try:
-            whole, *parts = (
-                np.array(to_numpy(keras.ops.convert_to_tensor(function(targets[s], outputs[s]))))
-                for s in (slice(None), slice(half), slice(half, None))
-            )
-        except errors.KerasDistError:  # it communicates, and the ranks differ
-            raise
-        except Exception:  # of other people's code, for data that it was not made for
-            continue
-        if whole.ndim:
-            return False
-        tried.append(np.allclose(whole, np.mean(parts), rtol=1e-3, atol=1e-6, equal_nan=True))
-    return not all(tried)
-
-
-def _targets_and_outputs(shapes: Iterable[tuple[int, ...]]) -> Iterator[tuple[Any, Any]]:
-    """Yields targets and outputs of a few samples: numbers, bits, and classes."""
-    rng = np.random.default_rng(0)
-    small = [shape for shape in shapes if math.prod(shape) <= MOST_ELEMENTS]
-    outputs = [
-        rng.random((SAMPLES, *shape), np.float32) for shape in dict.fromkeys([*small, (1,), (3,)])
-    ]
-    for draw in (
-        lambda like: rng.normal(0, 3, like.shape).astype(np.float32),
-        lambda like: rng.integers(0, 2, like.shape).astype(np.float32),
-        lambda like: rng.integers(0, 2, len(like)),
-    ):
-        for each in outputs:
-            yield keras.ops.convert_to_tensor(draw(each)), keras.ops.convert_to_tensor(each)
 
 
 def reset_values(metric: keras.metrics.Metric) -> dict[int, np.ndarray | None]:

@@ -1,0 +1,125 @@
+"""What a number that a loss or a metric of the user returns for a batch is of those of its halves.
+
+It is tried on a few rows, apart from variables.
+"""
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from keras_dist import _backends, errors
+from keras_dist._compat.keras.callbacks import is_part_of_keras
+from keras_dist._compat.keras.loss_functions import function_of
+from keras_dist._compat.keras.losses import Measured
+from keras_dist._compat.keras.metrics import function_of as function_of_metric
+from keras_dist.training.model_state import to_numpy
+
+ROWS, SIZE = 4, 3  # of a batch that is tried, and of its axes of unknown size
+MOST_ELEMENTS = 2**18
+MEAN, SUM, NEITHER, ROWWISE = "mean", "sum", "neither", "a value for each row"
+
+# What is known of a loss or a metric: a step calls it each time.
+_known: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+
+
+def _of_halves(function: Callable[..., Any], make_rows: Callable[[], Any]) -> str | None:
+    """Returns what a number for targets and outputs is of those of their halves.
+
+    `None` if the function cannot be tried on them.
+    """
+    try:
+        given = make_rows()
+        whole, *parts = (
+            np.array(to_numpy(ops.convert_to_tensor(function(*(each[rows] for each in given)))))
+            for rows in (slice(None), slice(ROWS // 2), slice(ROWS // 2, None))
+        )
+    except errors.KerasDistError:  # it communicates, and the ranks differ
+        raise
+    except Exception:  # of other people's code, for data that it was not made for
+        return None
+    if whole.ndim:
+        return ROWWISE
+    if not np.isfinite(whole) or math.isclose(whole, np.mean(parts), rel_tol=1e-3, abs_tol=1e-6):
+        return MEAN
+    return SUM if math.isclose(whole, sum(parts), rel_tol=1e-3) else NEITHER
+
+
+def as_tried(own: Measured) -> Measured:
+    """Returns a loss that is one number with the reduction that a trial has shown."""
+    if own.number is None:
+        return own
+    name, loss, *arguments = own.number
+    found = None
+    with contextlib.suppress(TypeError):  # it has no hash
+        found = _known.get(loss)
+    if found is None:
+        with keras.StatelessScope(), _backends.active().eagerly():
+            make_rows = functools.partial(_rows_like, *arguments)
+            found = _of_halves(function_of(loss), make_rows) or MEAN
+        with contextlib.suppress(TypeError):
+            _known[loss] = found
+    if found == SUM:
+        return Measured(own.value, "sum", 1.0, True, True)
+    return own._replace(of_whole_batch=name, number=None) if found == NEITHER else own
+
+
+def _rows_like(targets: Any, outputs: Any) -> list[Any]:
+    """Returns a few rows of the shapes and the dtypes of tensors."""
+    found, rng = [], np.random.default_rng(0)
+    for like in (targets, outputs):
+        shape = (ROWS, *(SIZE if size is None else size for size in like.shape[1:]))
+        if math.prod(shape) > MOST_ELEMENTS:
+            raise ValueError(f"{shape} is too large to be tried")
+        drawn = rng.uniform(0.1, 0.9, shape) if found else rng.integers(0, 2, shape)
+        found.append(ops.convert_to_tensor(drawn.astype("float32"), like.dtype))
+    return found
+
+
+def averages_no_means(metric: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Returns whether a metric averages numbers of whole batches that differ from those of parts.
+
+    Such is the root of a mean square: its average over ranks is not that of their common batch.
+    """
+    function, options = function_of_metric(metric)
+    if function is None or isinstance(function, keras.losses.Loss) or is_part_of_keras(function):
+        return False
+    if metric not in _known:
+        _known[metric] = _tried_on_kinds(functools.partial(function, **options), shapes)
+    return _known[metric] == NEITHER
+
+
+def _tried_on_kinds(function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> str:
+    """Returns `MEAN` for a function that is a mean of halves for each kind of targets it takes."""
+    tried: list[str] = []
+    for pair in _targets_and_outputs(shapes):
+        if tried and pair[0].shape != pair[1].shape:
+            break  # a class for each sample would be broadcast
+        found = _of_halves(function, functools.partial(tuple, pair))
+        if found == ROWWISE:
+            return ROWWISE
+        if found is not None:
+            tried.append(found)
+    return MEAN if all(each == MEAN for each in tried) else NEITHER
+
+
+def _targets_and_outputs(shapes: Iterable[tuple[int, ...]]) -> Iterator[tuple[Any, Any]]:
+    """Yields targets and outputs of a few samples: numbers, bits, and classes."""
+    rng = np.random.default_rng(0)
+    small = [shape for shape in shapes if math.prod(shape) <= MOST_ELEMENTS]
+    outputs = [
+        rng.random((ROWS, *shape), np.float32) for shape in dict.fromkeys([*small, (1,), (3,)])
+    ]
+    for draw in (
+        lambda like: rng.normal(0, 3, like.shape).astype(np.float32),
+        lambda like: rng.integers(0, 2, like.shape).astype(np.float32),
+        lambda like: rng.integers(0, 2, len(like)),
+    ):
+        for each in outputs:
+            yield ops.convert_to_tensor(draw(each)), ops.convert_to_tensor(each)
