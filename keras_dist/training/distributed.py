@@ -32,9 +32,9 @@ from keras_dist._compat.keras.optimizers import (
 )
 from keras_dist.ops.reduction_options import is_variable
 from keras_dist.training.gradient_reduction import GradientReduction, check_not_reduced
-from keras_dist.training.local_updates import local
 from keras_dist.training.model_state import accumulators, optimizers_inside, optimizers_of, slice_of
 from keras_dist.training.rank_gradients import key_of
+from keras_dist.training.rounds import local
 from keras_dist.training.saved_options import KeepsOptions, base_of, derived
 from keras_dist.training.sharding import Sharded, check_no_local_variables, convert
 
