@@ -4,7 +4,7 @@ Other numbers in logs become equal on all ranks, so that callbacks decide alike.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -88,15 +88,14 @@ class MetricAverageCallback(SessionCallback):
         # Not earlier: metrics create their variables at the first step.
         self._warn_once(model)
         with merged_states(model):
-            found = as_numbers(dict(compute(logs)))
+            found = as_numbers(compute(logs))
             exact = as_numbers(model.get_metrics_result())
         if not logs:  # no batch on this rank
             found = exact
         elif found.keys() != exact.keys():
             # A custom step returns other values, or metrics as they were after its last batch.
             own = as_numbers(model.get_metrics_result())
-            last = {name for name in found.keys() & own.keys() if is_close(found[name], own[name])}
-            found.update({name: exact[name] for name in last})
+            found.update({at: exact[at] for at in own if is_close(found.get(at), own[at])})
         return agreed_logs(found, bool(logs))
 
     def _warn_once(self, model: keras.Model) -> None:
@@ -116,30 +115,34 @@ class MetricAverageCallback(SessionCallback):
             )
 
 
-def as_numbers(logs: Any) -> Any:
-    """Returns nested logs with each number, tensor and array as a numpy array of its own."""
-    return _mapped(logs, lambda path, leaf: leaf if (own := number_of(leaf)) is None else own)
+def as_numbers(logs: Mapping[Any, Any]) -> dict[Path, Any]:
+    """Returns the values of nested logs by path; numbers, tensors and arrays as numpy arrays."""
+    found: dict[Path, Any] = {}
+    for name, value in logs.items():
+        if isinstance(value, dict) and value:
+            found.update({(name, *path): leaf for path, leaf in as_numbers(value).items()})
+        else:
+            found[name,] = value if (own := number_of(value)) is None else own
+    return found
 
 
 def is_close(found: Any, expected: Any) -> bool:
-    """Returns whether two values of logs, made by `as_numbers`, are equal up to rounding."""
-    ours, theirs = dict(_numbers({"": found})), dict(_numbers({"": expected}))
-    return ours.keys() == theirs.keys() and all(
-        value.shape == theirs[path].shape
-        and np.allclose(value, theirs[path], rtol=1e-5, equal_nan=True)
-        for path, value in ours.items()
-    )
+    """Returns whether two values of logs are arrays that are equal up to rounding."""
+    if not (isinstance(found, np.ndarray) and isinstance(expected, np.ndarray)):
+        return False
+    is_alike = found.shape == expected.shape
+    return is_alike and np.allclose(found, expected, rtol=1e-5, equal_nan=True)
 
 
-def agreed_logs(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
-    """Averages the numbers in logs over the ranks that have them.
+def agreed_logs(logs: Mapping[Path, Any], counts: bool) -> dict[str, Any]:
+    """Returns nested logs with the averages of numbers, by path, over the ranks that have them.
 
     Scalars become floats. Booleans are true if they are on any rank. Numbers that are equal on all
     ranks do not change, and other values, such as text and `None`, stay those of the rank. A rank
     that lacks a scalar, or has `None` in its place, receives that of the others. Arrays are
     averaged if all ranks have them in one shape. Collective; blocks.
     """
-    own = dict(_numbers(logs))
+    own = {path: value for path, value in logs.items() if isinstance(value, np.ndarray)}
     mine = counts, {path: _described(value) for path, value in own.items()}
     everyone = allgather_object(mine, "averaging the logs")
     counting = [found for counted, found in everyone if counted]
@@ -155,15 +158,9 @@ def agreed_logs(logs: dict[str, Any], counts: bool) -> dict[str, Any]:
         elif len(shapes) == 1 and len(set(contents)) > 1:
             arrays.append(path)
     agreed.update(_averages(own, arrays, counts, len(counting)))
-
-    def value_of(path: Path, leaf: Any) -> Any:
-        is_number = leaf is None or isinstance(leaf, np.ndarray)
-        return agreed.get(path, leaf) if is_number else leaf
-
-    changed: dict[str, Any] = _mapped(logs, value_of)
-    for path, value in agreed.items():
-        _insert(changed, path, value)
-    return changed
+    # What is no number on this rank stays; what this rank lacks comes last.
+    kept = {path: leaf for path, leaf in logs.items() if leaf is not None and path not in own}
+    return _nested({**logs, **agreed, **kept})
 
 
 def _average(values: list[bool | float]) -> bool | float:
@@ -205,24 +202,13 @@ def number_of(leaf: Any) -> np.ndarray | None:
     return array if array.dtype.kind in "biuf" else None
 
 
-def _numbers(logs: dict[Any, Any], path: Path = ()) -> Iterator[tuple[Path, np.ndarray]]:
-    for name, value in logs.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, (*path, name))
-        elif isinstance(value, np.ndarray):
-            yield (*path, name), value
-
-
-def _mapped(logs: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    if not isinstance(logs, dict):
-        return change(path, logs)
-    return {name: _mapped(value, change, (*path, name)) for name, value in logs.items()}
-
-
-def _insert(logs: dict[Any, Any], path: Path, value: Any) -> None:
-    """Sets a value in nested logs that lack it."""
-    for name in path[:-1]:
-        logs = logs.setdefault(name, {})
-        if not isinstance(logs, dict):
-            return
-    logs.setdefault(path[-1], value)
+def _nested(values: Mapping[Path, Any]) -> dict[str, Any]:
+    """Returns nested logs of values by path; where ranks nest otherwise, the first one counts."""
+    logs: dict[Any, Any] = {}
+    for (*outer, name), value in values.items():
+        inner: Any = logs
+        for each in outer:
+            inner = inner.setdefault(each, {}) if isinstance(inner, dict) else None
+        if isinstance(inner, dict):
+            inner.setdefault(name, value)
+    return logs
