@@ -54,14 +54,16 @@ class CallbackStates:
             )
         )
         if resumes:
-            loggers = [item for item in self._acting() if isinstance(item, CSV_LOGGER)]
+            every = acting(self._every).values()
+            loggers = [item for item in every if isinstance(item, CSV_LOGGER)]
             self._appending = [logger for logger in loggers if not logger.append]
             for logger in self._appending:
                 logger.append = True  # until they have been called: they would empty their files
 
     def warn_of_unsaved(self) -> None:
         """Names the user callbacks that give no state."""
-        users = [item for item in self._acting() if not type(item).__module__.startswith(KNOWN)]
+        every = acting(self._every).values()
+        users = [item for item in every if not type(item).__module__.startswith(KNOWN)]
         found = [type(item).__name__ for item in users if not has_state_dict(item)]
         if found:
             _log.warning(
@@ -91,21 +93,19 @@ class CallbackStates:
         for logger in self._appending:
             logger.append = False
         found, rank = own(states), runtime.fit_rank()
+        files = found
         if len(states) != runtime.fit_size():  # positions in files differ between ranks
-            found = _with_files_of(found, states[rank] if rank < len(states) else {})
+            files = states[rank] if rank < len(states) else {}
         for name, callback in acting(self._every).items():
             state = {**self.of_all.get(name, {}), **found.get(name, {})}
             for attribute, value in state.get(ATTRIBUTES, {}).items():
                 setattr(callback, attribute, value)
-            if FILE in state:
-                _restore_file(callback, **state[FILE])
+            if FILE in files.get(name, {}):
+                _restore_file(callback, **files[name][FILE])
             if USERS in state and has_state_dict(callback):
                 with _calling(callback, ACCEPTS, FIX):
                     callback.load_state_dict(state[USERS])
         return True
-
-    def _acting(self) -> Iterable[keras.callbacks.Callback]:
-        return acting(self._every).values()
 
 
 def acting(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
@@ -144,15 +144,6 @@ def _attributes_of(callback: keras.callbacks.Callback) -> set[str]:
     classes = {kind: getattr(keras.callbacks, kind) for kind in STATE_ATTRIBUTES}
     kinds = [kind for kind in STATE_ATTRIBUTES if isinstance(callback, classes[kind])]
     return {name for kind in kinds for name in STATE_ATTRIBUTES[kind]}
-
-
-def _with_files_of(states: Mapping[str, State], others: Mapping[str, State]) -> dict[str, State]:
-    """Returns `states` with file sizes replaced by those of `others`, or without file sizes."""
-    files = {name: {FILE: state[FILE]} for name, state in others.items() if FILE in state}
-    return {
-        name: {key: value for key, value in state.items() if key != FILE} | files.get(name, {})
-        for name, state in states.items()
-    }
 
 
 def _can_be_kept(callback: keras.callbacks.Callback, attribute: str) -> bool:

@@ -42,8 +42,8 @@ def watch_models() -> None:
     """Patches Keras' trainers and lists of callbacks."""
     for name, around in (
         ("fit", _fit),
-        ("evaluate", _running("evaluate")),
-        ("predict", _running("predict")),
+        ("evaluate", functools.partial(_running, "evaluate")),
+        ("predict", functools.partial(_running, "predict")),
         ("train_on_batch", _train_on_batch),
         ("make_train_function", make_train_function),
         ("make_test_function", make_test_function),
@@ -111,22 +111,19 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 model.train_function, model.__dict__[TRACED_FOR] = outer
 
 
-def _running(task: str) -> Callable[..., Any]:
-    def running(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(method).bind(model, *args, **kwargs).arguments
-        found = members(flat(arguments))
-        with (
-            _engine.progress.during(task),
-            within_set(set_of(found, model), found),
-            FitSession(model, task) as session,
-        ):
-            session.callbacks = found
-            is_common = any(member.evaluates_together for member in found)
-            if task == "evaluate" and is_common and not epochs.fit_arguments():  # which has agreed
-                agree_on_evaluate(arguments)
-            return method(model, *args, **kwargs)
-
-    return running
+def _running(task: str, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    arguments = inspect.signature(method).bind(model, *args, **kwargs).arguments
+    found = members(flat(arguments))
+    with (
+        _engine.progress.during(task),
+        within_set(set_of(found, model), found),
+        FitSession(model, task) as session,
+    ):
+        session.callbacks = found
+        is_common = any(member.evaluates_together for member in found)
+        if task == "evaluate" and is_common and not epochs.fit_arguments():  # which has agreed
+            agree_on_evaluate(arguments)
+        return method(model, *args, **kwargs)
 
 
 def _train_on_batch(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
