@@ -165,16 +165,12 @@ def _put_in_order(arguments: dict[str, Any]) -> list[Any]:
     """Moves callbacks behind those that a user has appended; returns what members ask."""
     given = flat(arguments)
     orders = [each.order if members([each]) else Order.AS_GIVEN for each in given]
-    appended: list[Any] = []
-    if Order.STOPS in orders and not isinstance(
-        arguments["callbacks"], keras.callbacks.CallbackList
-    ):
-        behind = orders.index(Order.STOPS)
-        pairs = list(zip(orders, given, strict=True))
-        appended = [callback for order, callback in pairs[behind:] if not order]
+    is_list = isinstance(arguments["callbacks"], keras.callbacks.CallbackList)
+    behind = len(given) if is_list or Order.STOPS not in orders else orders.index(Order.STOPS)
+    places = sorted(range(len(given)), key=orders.__getitem__)
+    appended = [given[at] for at in places if at > behind and not orders[at]]
     if appended:
-        pairs.sort(key=lambda pair: pair[0])
-        arguments["callbacks"] = given = [callback for _, callback in pairs]
+        arguments["callbacks"] = given = [given[at] for at in places]
     return [member.asks(appended) for member in members(given)]
 
 
