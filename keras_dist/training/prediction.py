@@ -103,14 +103,13 @@ def _with_own_caches(data: Any, process_set: ProcessSet | None) -> Any:
 
 def _outputs(model: keras.Model, turns: Turns, verbose: int) -> list[Any]:
     """Returns the outputs for each batch, nested numpy arrays."""
-    bar = keras.utils.Progbar(turns.total, verbose=verbose, unit_name="step") if verbose else None
+    bar = keras.utils.Progbar(turns.total, verbose=verbose, unit_name="step")
     results = []
     for batch in turns.batches:
         outputs = model.predict_on_batch(batch)
         results.append(keras.tree.map_structure(np.asarray, outputs))
-        if bar is not None:
-            bar.update(len(results))
-    if bar is not None and turns.total is None:
+        bar.update(len(results))
+    if turns.total is None:
         bar.update(len(results), finalize=True)
     return results
 
