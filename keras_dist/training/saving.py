@@ -18,9 +18,8 @@ from keras_dist._compat.keras.optimizer_state import trained_by
 from keras_dist._compat.keras.optimizers import innermost_optimizer
 from keras_dist.training import saved_options
 from keras_dist.training.copies import saved_text, watch_files
-from keras_dist.training.distributed import check_independent
 from keras_dist.training.model_state import optimizers_inside
-from keras_dist.training.optimizer import DistributedOptimizer
+from keras_dist.training.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from keras_dist.training.saved_options import plain_config
 
 REMEDY = (
@@ -200,17 +199,13 @@ def _distribute(
     if saved is None:
         DistributedOptimizer(optimizer, **given)
         return
-    variables = trained_by(optimizer)
     try:
-        found, local, layers = saved_options.read(saved, model, variables, given)
+        found, local, layers = saved_options.read(saved, model, trained_by(optimizer), given)
     except (KeyError, TypeError, AttributeError) as error:  # keras_dist did not write the file
         raise _unreadable(filepath, error) from error
-    DistributedOptimizer(optimizer, **found, **given)
+    PartialDistributedOptimizer(optimizer, local_layers=layers, **found, **given)
     for variable in local:
         optimizer.register_local_var(variable)
-    if layers:
-        check_independent(optimizer)
-        optimizer._keras_dist.local_layers = tuple(layers)
 
 
 def _unreadable(filepath: Any, error: Exception) -> errors.CheckpointError:
