@@ -9,13 +9,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from keras import ops
 
 from keras_dist import _backends, errors
 from keras_dist._compat.keras.optimizer_state import trained_by
-from keras_dist.training.model_state import variable_name
+from keras_dist.training.model_state import untrained_zeros
 from keras_dist.training.rank_gradients import key_of
 
 # Share of the weights of a rank where an average arrives late, as in Streaming DiLoCo: without the
@@ -44,7 +43,7 @@ class Fragment:
     def build(self, weights: Sequence[Any], others: Sequence[Any]) -> None:
         """Takes weights, and others that are averaged without the outer optimizer."""
         self.weights, self._others = list(weights), list(others)
-        self.anchors = [_anchor_of(variable) for variable in self.variables]
+        self.anchors = [untrained_zeros(v, v.shape, "_anchor") for v in self.variables]
         if self.outer is None:
             return
         self.outer.build(self.weights)
@@ -159,14 +158,3 @@ def _copy(variable: Any) -> Any:
 
 def _assign(variable: Any, value: Any) -> None:
     variable.assign(value if variable.constraint is None else variable.constraint(value))
-
-
-def _anchor_of(variable: Any) -> Any:
-    name = f"{variable_name(variable)}_anchor"
-    return keras.Variable(
-        "zeros",
-        shape=tuple(variable.shape),
-        dtype=keras.backend.standardize_dtype(variable.dtype),
-        trainable=False,
-        name=name.replace("/", "_"),
-    )

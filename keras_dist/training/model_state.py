@@ -190,6 +190,17 @@ def variable_name(variable: Any) -> str:
     return re.sub(r":\d+$", "", str(path))
 
 
+def untrained_zeros(like: Any, shape: Sequence[int], suffix: str = "") -> keras.Variable:
+    """Returns a variable that no step trains, of the dtype and named after another one."""
+    return keras.Variable(
+        "zeros",
+        shape=tuple(shape),
+        dtype=keras.backend.standardize_dtype(like.dtype),
+        trainable=False,
+        name=f"{variable_name(like)}{suffix}".replace("/", "_"),
+    )
+
+
 def layer_name(layer: Any) -> str:
     """Returns the path of a layer; one that is not built has none, but a name."""
     name: str = layer.path or layer.name

@@ -31,7 +31,7 @@ from keras_dist._compat.keras.sliced_updates import (
 )
 from keras_dist.ops.reduction_options import ReductionOptions
 from keras_dist.training import sharded_state
-from keras_dist.training.model_state import variable_name
+from keras_dist.training.model_state import untrained_zeros, variable_name
 
 ACCUMULATOR = "gradient_accumulator"  # Keras' name of variables for gradients of this rank
 WITHOUT = "Omit shard_state, which is off by default."
@@ -69,7 +69,10 @@ class Shards:
         self.parts = {
             index: self._gather.part(number, comm.rank) for number, index in enumerate(self.indices)
         }
-        self.slices = {index: self._make_slice(index) for index in self.indices}
+        self.slices = {
+            index: untrained_zeros(variables[index], (part.stop - part.start,))
+            for index, part in self.parts.items()
+        }
         # Whole values that this rank has read from a file, by id of the slice, and at which step.
         self._loaded: dict[int, np.ndarray] = {}
         self._loaded_at = 0
@@ -120,16 +123,6 @@ class Shards:
                 "Save the model, and load it on the new ranks.",
             )
         return comm
-
-    def _make_slice(self, index: int) -> Any:
-        part, variable = self.parts[index], self.variables[index]
-        return keras.Variable(
-            "zeros",
-            shape=(part.stop - part.start,),
-            dtype=variable.dtype,
-            trainable=False,
-            name=variable_name(variable).replace("/", "_"),
-        )
 
 
 class Sharded(SliceHook):
