@@ -1,11 +1,9 @@
 """Callbacks that save training in progress, from which an interrupted job resumes on all ranks."""
 
-import pathlib
 from typing import Any
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist.callbacks.resuming import ResumingCallback
-from keras_dist.resume.stores import Store
 
 
 class BackupAndRestore(ResumingCallback):
@@ -85,10 +83,8 @@ class BackupAndRestore(ResumingCallback):
     def __init__(
         self, backup_dir: Any, *args: Any, root_rank: int = 0, memory: bool = False, **kwargs: Any
     ):
-        runtime.communicator().index_of_root(root_rank)
-        path = pathlib.Path(str(backup_dir))
-        store = Store(path, root_rank, by_all=False, memory=memory)
-        super().__init__(backup_dir, *args, store=store, root_rank=root_rank, **kwargs)
+        stored = {"by_all": False, "memory": memory}
+        super().__init__(backup_dir, *args, stored=stored, root_rank=root_rank, **kwargs)
         self.acts_on_job = "keeps copies of the job in memory" if memory else ""
 
 
@@ -157,20 +153,11 @@ class ShardedCheckpoint(ResumingCallback):
         asynchronous: bool = True,
         root_rank: int = 0,
     ):
-        runtime.communicator().index_of_root(root_rank)
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             expected = "keep to be a number of generations"
             raise errors.ArgumentError(expected, repr(keep), "Pass 2.")
         self.keep, self.restore, self.asynchronous = keep, restore, asynchronous
-        path = pathlib.Path(str(directory))
-        store = Store(
-            path,
-            root_rank,
-            by_all=True,
-            keep=keep,
-            restores=restore,
-            asynchronous=asynchronous,
-        )
+        stored = {"keep": keep, "restores": restore, "asynchronous": asynchronous, "by_all": True}
         super().__init__(
-            directory, save_freq, delete_checkpoint=False, store=store, root_rank=root_rank
+            directory, save_freq, delete_checkpoint=False, stored=stored, root_rank=root_rank
         )

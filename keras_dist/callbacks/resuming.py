@@ -5,6 +5,7 @@ Batches that were trained on are read, without training or hooks.
 
 import functools
 import logging
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,9 +35,13 @@ _log = logging.getLogger("keras_dist")
 class ResumingCallback(SessionCallback, KerasBackup):
     """Saves the training in progress in generations, and begins `fit` with the newest."""
 
-    def __init__(self, directory: Any, *args: Any, store: Store, root_rank: int, **kwargs: Any):
+    def __init__(
+        self, directory: Any, *args: Any, stored: dict[str, Any], root_rank: int, **kwargs: Any
+    ):
+        runtime.communicator().index_of_root(root_rank)
         super().__init__(str(directory), *args, **kwargs)
-        self.root_rank, self._store = root_rank, store
+        self.root_rank = root_rank
+        self._store = Store(pathlib.Path(self.backup_dir), root_rank, **stored)
         # Trained batches of this epoch; whether on_epoch_begin of this epoch has been called.
         self._step, self._has_begun = 0, False
         self._resumed: ResumedEpoch | None = None
