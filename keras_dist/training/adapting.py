@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -291,7 +291,7 @@ def _count(layer: Any, data: Any, options: dict[str, Any]) -> None:
     if data is None or ((_is_array(data) or isinstance(data, list | tuple)) and len(data) == 0):
         layer.reset_state()
         return
-    with _replaced(layer, "finalize_state", lambda: None):
+    with _replaced("finalize_state", {layer: lambda: None}):
         layer.adapt(data, **options)
 
 
@@ -312,7 +312,7 @@ def _adapt_features(
     """Adapts the features of a `FeatureSpace` one after the other."""
     found: list[tuple[Any, Any]] = []
     with _on_every_rank(comm, space), _adapting_by(space, lambda *each: found.append(each)):
-        stops = _replaced(space, "get_encoded_features", _stop)
+        stops = _replaced("get_encoded_features", {space: _stop})
         with stops, contextlib.suppress(_FeaturesAreKnown):
             space.adapt(data, **options)
     for layer, share in found:
@@ -329,22 +329,19 @@ def _stop() -> None:
     raise _FeaturesAreKnown
 
 
-@contextlib.contextmanager
-def _adapting_by(space: Any, adapt_one: Callable[[Any, Any], None]) -> Iterator[None]:
+def _adapting_by(space: Any, adapt_one: Callable[[Any, Any], None]) -> Any:
     """Returns a context in which a `FeatureSpace` calls a function with each layer and its data."""
     layers = [layer for layer in space.preprocessors.values() if hasattr(layer, "adapt")]
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            by_one = functools.partial(adapt_one, layer)
-            stack.enter_context(_replaced(layer, "adapt", by_one))
-        yield
+    return _replaced("adapt", {layer: functools.partial(adapt_one, layer) for layer in layers})
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a method of one object within the context."""
-    vars(owner)[name] = method
+def _replaced(name: str, methods: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Replaces the method of this name of objects within the context."""
+    for owner, method in methods.items():
+        vars(owner)[name] = method
     try:
         yield
     finally:
-        del vars(owner)[name]
+        for owner in methods:
+            del vars(owner)[name]
