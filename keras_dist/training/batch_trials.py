@@ -67,7 +67,11 @@ def as_tried(own: Measured) -> Measured:
             _known[loss] = found
     if found == SUM:
         return Measured(own.value, "sum", 1.0, True, True)
-    return own._replace(of_whole_batch=name, number=None) if found == NEITHER else own
+    if found == NEITHER:
+        return Measured(
+            own.value, own.reduction, own.denominator, own.is_count, own.is_of_rows, name
+        )
+    return own
 
 
 def _rows_like(targets: Any, outputs: Any) -> list[Any]:
