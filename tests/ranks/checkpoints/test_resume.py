@@ -228,6 +228,17 @@ def test_what_callbacks_of_keras_keep_has_the_names_that_are_known(monkeypatch):
         assert set(names) <= vars(made[kind]).keys(), kind
 
 
+def test_a_log_that_rank_0_lacks_is_cut_off_in_a_job_of_another_size(tmp_path):
+    log = tmp_path / "log.csv"
+    log.write_bytes(b"1.0\n2.0\n")
+    logger = keras.callbacks.CSVLogger(str(log))
+    [name] = callback_states.acting([logger])
+    saved = {name: {"file": {"keys": ["loss"], "nbytes": 4}}}
+    states = [{}] + [saved] * keras_dist.size()  # of one rank more
+    callback_states.CallbackStates([logger]).take(states)
+    assert log.read_bytes() == (b"1.0\n2.0\n" if keras_dist.rank() == 0 else b"1.0\n")
+
+
 def test_nested_values_come_back_as_they_were():
     value = {
         "plain": [None, True, 3, 0.1, float("inf"), "text"],
