@@ -126,7 +126,7 @@ def make(directory, name, timed):
             if batch == timed.at:
                 began, self._step = time.perf_counter(), batch + 1
                 self._keras_dist_save()
-                self.after_hook(lambda: self.note(began))
+                self.session.after_hook(lambda: self.note(began))
 
         def note(self, began):
             timed.held = time.perf_counter() - began
