@@ -203,9 +203,9 @@ class JobFiles:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         return "\n".join(lines[-SHOWN_LINES:])
 
-    def put_report(self, report: Report) -> None:
-        """Writes the progress of a rank as JSON."""
-        self._put(f"report-{report.rank}", json.dumps(report.to_fields()).encode())
+    def put_report(self, rank: int, report: Report) -> None:
+        """Writes the progress of a rank as JSON; the report may say another one, after losses."""
+        self._put(f"report-{rank}", json.dumps(report.to_fields()).encode())
 
     def report(self, rank: int) -> Report:
         """Returns the latest progress of a rank."""
@@ -218,7 +218,7 @@ class JobFiles:
             state = "failed"
         elif (self.folder / f"value-{rank}").exists():
             state = "returned"
-        return dataclasses.replace(report, state=state, waits_in="", age=0.0)
+        return dataclasses.replace(report, rank=rank, state=state, waits_in="", age=0.0)
 
     def _put(self, name: str, content: bytes) -> None:
         """Writes a file atomically, without waiting for the disk."""

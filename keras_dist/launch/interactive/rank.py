@@ -58,7 +58,8 @@ def _report_periodically(exchange: JobFiles, rank: int) -> None:
 
 
 def _report(exchange: JobFiles, rank: int) -> None:
-    exchange.put_report(of_this_rank() if runtime.is_initialized() else of_this_process(rank))
+    report = of_this_rank() if runtime.is_initialized() else of_this_process(rank)
+    exchange.put_report(rank, report)
 
 
 @contextlib.contextmanager

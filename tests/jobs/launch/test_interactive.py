@@ -235,7 +235,7 @@ def test_the_table_shows_what_is_known_of_each_rank(tmp_path):
     speed = {"state": "fit", "steps": 64, "samples_per_second": 1234.5}
     device = Gpu("H200", 0.5, 3 * 2**30, 100)
     first = Report(0, "h1", 7, 0.0, memory_nbytes=2**30, step=3, gpu=device, **speed)
-    exchange.put_report(first)
+    exchange.put_report(0, first)
     exchange.put_outcome(1, Failure("ValueError", "", b"", False))
     console = Console(file=io.StringIO(), width=120)
     console.print(View(exchange, 3).table())
