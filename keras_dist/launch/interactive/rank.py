@@ -53,7 +53,8 @@ def run_call(exchange: JobFiles, rank: int) -> None:
 
 def _report_periodically(exchange: JobFiles, rank: int) -> None:
     while True:
-        _report(exchange, rank)
+        with contextlib.suppress(OSError):  # such as a full disk, for a while
+            _report(exchange, rank)
         time.sleep(REPORT_SECONDS)
 
 

@@ -26,6 +26,7 @@ from start_jobs import (
 
 import keras_dist
 from keras_dist import errors
+from keras_dist.launch.interactive import rank
 from keras_dist.launch.interactive.outcome import Failure, JobFiles
 from keras_dist.launch.interactive.view import View
 from keras_dist.monitor.gpu import Gpu
@@ -243,6 +244,18 @@ def test_the_table_shows_what_is_known_of_each_rank(tmp_path):
     assert head == "rank host pid state step samples/s memory GPU GPU memory".split()
     assert rows[0] == "0 h1 7 fit 3/64 1,234 1.00 GiB 50% 3.00 GiB".split()
     assert rows[1:] == [["1", "failed"], ["2", "starting"]]
+
+
+def test_reports_go_on_after_an_error_of_the_file_system(monkeypatch):
+    failures = iter([OSError("full"), OSError("full"), KeyboardInterrupt()])
+
+    def report(exchange, of):
+        raise next(failures)
+
+    monkeypatch.setattr(rank, "_report", report)
+    monkeypatch.setattr(rank, "REPORT_SECONDS", 0)
+    with pytest.raises(KeyboardInterrupt):
+        rank._report_periodically(None, 0)
 
 
 def test_what_cannot_be_pickled_names_rank_and_type():
