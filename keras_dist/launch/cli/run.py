@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from keras_dist import config, errors
@@ -131,15 +131,9 @@ def _run(options: argparse.Namespace, end: float) -> int:
             ready if count else contextlib.nullcontext() as standby,
         ):
             environment |= connections.variables
+            commands = itertools.chain([command], map(command_of, itertools.count(1)))
             code = _run_with_restarts(
-                command,
-                command_of,
-                environment,
-                options.max_restarts,
-                end,
-                connections,
-                watch,
-                standby,
+                commands, environment, options.max_restarts, end, connections, watch, standby
             )
             if code == UNCAUGHT and words_of_python(program):
                 _tell_of_backend(environment)
@@ -165,8 +159,7 @@ def _launched(options: argparse.Namespace) -> list[str]:
 
 
 def _run_with_restarts(
-    command: list[str],
-    command_of: Callable[[int], list[str]],
+    commands: Iterator[list[str]],
     environment: dict[str, str],
     max_restarts: int,
     end: float,
@@ -175,10 +168,8 @@ def _run_with_restarts(
     standby: Standby | None,
 ) -> int:
     failures = 0  # starts after a change of the hosts do not count
-    for restart in itertools.count():
+    for restart, command in enumerate(commands):
         environment[RESTART] = str(restart)
-        if restart:
-            command = command_of(restart)
         left = None if end == math.inf else max(0.01, end - time.monotonic())
         process = None
         if standby is not None:
