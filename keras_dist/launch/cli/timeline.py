@@ -1,7 +1,6 @@
 """`keras-dist timeline`: summarizes the timeline of a job."""
 
 import argparse
-import itertools
 from typing import Any
 
 from rich.console import Console, Group
@@ -9,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_dist import errors
-from keras_dist.launch.cli.timeline_contents import SummaryTable, notes, tables
+from keras_dist.launch.cli.timeline_contents import TimelineTable, notes, tables
 from keras_dist.launch.cli.timeline_figures import COLOURS, save_html, save_png
 from keras_dist.monitor.timeline.summary import KINDS, Shares, Summary, summarise
 
@@ -57,7 +56,7 @@ def _report(name: str, summary: Summary) -> Group:
     return Group(title, Text("  ").join(legend), *drawn, *map(Text, notes(summary)))
 
 
-def _drawn(found: SummaryTable) -> Table:
+def _drawn(found: TimelineTable) -> Table:
     """Returns a table for a terminal of 80 columns."""
     table = Table(title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(
@@ -69,8 +68,8 @@ def _drawn(found: SummaryTable) -> Table:
         table.add_column("", no_wrap=True, min_width=BAR)
     else:
         table.title, table.caption = found.caption, found.left_out or None
-    bars = [[_bar(shares)] for shares in found.shares]
-    for row, bar in itertools.zip_longest(found.rows, bars, fillvalue=[]):
+    for number, row in enumerate(found.rows):
+        bar = [_bar(found.shares[number])] if found.shares else []
         table.add_row(*map(Text, row), *bar)  # brackets would be markup
     return table
 

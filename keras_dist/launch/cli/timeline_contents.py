@@ -17,7 +17,7 @@ UNITS = {"s": 1.0, "ms": 1e3}
 
 
 @dataclasses.dataclass
-class SummaryTable:
+class TimelineTable:
     """A table, whose rows begin with a name; the shares of a row, if any, are drawn as a bar."""
 
     caption: str
@@ -27,7 +27,7 @@ class SummaryTable:
     left_out: str = ""
 
 
-def tables(summary: Summary) -> list[SummaryTable]:
+def tables(summary: Summary) -> list[TimelineTable]:
     """Returns the time of steps, of the recording, of epochs and operations, if there are any."""
     hosts = {metadata["rank"]: metadata["host"] for metadata in summary.about}
 
@@ -45,7 +45,7 @@ def tables(summary: Summary) -> list[SummaryTable]:
     return [found for found in every if found.rows]
 
 
-def _times(caption: str, of: str, unit: str, found: Sequence[tuple[str, Shares]]) -> SummaryTable:
+def _times(caption: str, of: str, unit: str, found: Sequence[tuple[str, Shares]]) -> TimelineTable:
     """Returns how ranks spent their time in periods, of which each has a name."""
     rows = [
         [
@@ -55,10 +55,10 @@ def _times(caption: str, of: str, unit: str, found: Sequence[tuple[str, Shares]]
         ]
         for name, shares in found
     ]
-    return SummaryTable(caption, [of, unit, *KINDS], rows, [shares for _, shares in found])
+    return TimelineTable(caption, [of, unit, *KINDS], rows, [shares for _, shares in found])
 
 
-def _operations(summary: Summary) -> SummaryTable:
+def _operations(summary: Summary) -> TimelineTable:
     """Returns the operations that took most of the time, the mean call of each."""
     rows, ranks = [], max(1, len(summary.ranks))
     for operation in summary.operations[:MOST_OPERATIONS]:
@@ -74,7 +74,7 @@ def _operations(summary: Summary) -> SummaryTable:
             ]
         )
     more = len(summary.operations) - MOST_OPERATIONS
-    return SummaryTable(
+    return TimelineTable(
         "Operations: ms of a call, mean; in and out are copies",
         ["operation", "calls", "MB", "all", "queue", *PHASES, "GB/s"],
         rows,

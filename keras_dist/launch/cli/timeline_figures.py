@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from keras_dist.launch.cli.timeline_contents import UNITS, SummaryTable, notes, tables
+from keras_dist.launch.cli.timeline_contents import UNITS, TimelineTable, notes, tables
 from keras_dist.monitor.timeline.summary import KINDS, Summary
 
 PAGE = Path(__file__).with_name("timeline.html")
@@ -43,7 +43,7 @@ def _job(name: str, summary: Summary) -> str:
     return f"<h1>{title}</h1>\n<ul>{remarks}</ul>\n{drawn}"
 
 
-def _table(found: SummaryTable) -> str:
+def _table(found: TimelineTable) -> str:
     caption = html.escape(", ".join(filter(None, [found.caption, found.left_out])))
     heads = "".join(f'<th scope="col">{html.escape(text)}' for text in found.head)
     longest = max((shares.total for shares in found.shares), default=0.0) or 1.0
@@ -92,7 +92,7 @@ def save_png(summaries: Sequence[tuple[str, Summary]], path: str) -> None:
     figure.savefig(path, format="png", dpi=110)
 
 
-def _draw(axis: Any, found: SummaryTable) -> None:
+def _draw(axis: Any, found: TimelineTable) -> None:
     names, unit = [name for name, *_ in found.rows], found.head[1]
     left = [0.0] * len(names)
     for kind in KINDS:

@@ -15,7 +15,7 @@ from traces import EPOCH, HANDLE, STEP, bars, operation, write_part
 from keras_dist import _engine
 from keras_dist.launch.cli import main
 from keras_dist.monitor.timeline.summary import summarise
-from keras_dist.monitor.timeline.trace import BEHIND, WAIT, begin_trace, complete
+from keras_dist.monitor.timeline.trace import BEHIND, begin_trace, complete
 
 MS = 1_000_000
 QUEUED = 2  # the lane of queued operations
@@ -104,7 +104,7 @@ def test_a_summary_says_where_the_time_went(tmp_path):
     assert summary.waited_for == {1: pytest.approx(0.003)}
     (gradients,) = summary.operations
     assert (gradients.calls, gradients.nbytes) == (2, 2000)
-    assert gradients.phases[WAIT] == pytest.approx(0.003)
+    assert gradients.phases["wait for ranks"] == pytest.approx(0.003)
 
 
 def test_a_step_that_compiles_is_no_typical_step(tmp_path):
