@@ -28,20 +28,28 @@ def broadcast(
     operation: str = "broadcast",
     key: str | None = None,
     remedy: str = CollectiveSignature.remedy,
+    in_place: bool = False,
 ) -> list[np.ndarray]:
-    """Copies the root's arrays to every rank. Collective: every rank; blocks."""
+    """Copies the root's arrays to every rank; `in_place`, to where they lie, if that can be.
+
+    Collective: every rank; blocks.
+    """
     with raise_on_all(comm, operation, key):
         source = comm.index_of_root(root)
         for name, array in zip(names, arrays, strict=True):
             check_numbers(comm, array, name, "broadcast_object")
     entries = entries_of_arrays(names, arrays)
+    call = CollectiveSignature(operation, entries, root=int(root), key=key, remedy=remedy)
     with comm.lock:
-        rendezvous(
-            comm, CollectiveSignature(operation, entries, root=int(root), key=key, remedy=remedy)
-        )
-        copies = [np.array(array, order="C") for array in arrays]
-        _send(comm, copies, source)
-    return copies
+        rendezvous(comm, call)
+        in_place = in_place and comm.faults.retry is None  # otherwise it may have to be repeated
+        received = [
+            array if in_place and array.flags.c_contiguous else np.array(array, order="C")
+            for array in arrays
+        ]
+        for array in received if comm.size > 1 else ():
+            broadcast_bytes(comm.world, as_bytes(array), source)
+    return received
 
 
 def broadcast_into(
@@ -52,41 +60,10 @@ def broadcast_into(
     key: str | None = None,
 ) -> None:
     """Writes the root's values into the arrays of every rank. Collective: every rank; blocks."""
-    received = _broadcast_into(comm, arrays, names, root, key)
+    received = broadcast(comm, arrays, names, root, "broadcast_", key, in_place=True)
     for array, buffer in zip(arrays, received, strict=True):
         if buffer is not array:
             array[...] = buffer
-
-
-@by_name
-@retried
-def _broadcast_into(
-    comm: Communicator,
-    arrays: Sequence[np.ndarray],
-    names: Sequence[str],
-    root: int,
-    key: str | None,
-) -> list[np.ndarray]:
-    with raise_on_all(comm, "broadcast_", key):
-        source = comm.index_of_root(root)
-    entries = entries_of_arrays(names, arrays)
-    with comm.lock:
-        rendezvous(comm, CollectiveSignature("broadcast_", entries, root=int(root), key=key))
-        # Contiguous arrays receive in place, unless the operation may have to be repeated.
-        in_place = comm.faults.retry is None
-        buffers = [
-            array if in_place and array.flags.c_contiguous else np.array(array, order="C")
-            for array in arrays
-        ]
-        _send(comm, buffers, source)
-    return buffers
-
-
-def _send(comm: Communicator, arrays: Sequence[np.ndarray], source: int) -> None:
-    """Sends contiguous arrays of the root, an index in `comm`, into those of the others."""
-    if comm.size > 1:
-        for array in arrays:
-            broadcast_bytes(comm.world, as_bytes(array), source)
 
 
 @by_name
