@@ -19,9 +19,10 @@ from keras_dist._engine.collectives.cross_node import (
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.plan_memory import OwnMemory, PlanMemory, PooledMemory
 from keras_dist._engine.collectives.rendezvous import (
+    SLICES,
+    rank_error,
     rendezvous,
     rendezvous_for_payload,
-    slice_error,
 )
 from keras_dist._engine.collectives.tables import SparseTable, TableRows, most_rows
 from keras_dist._engine.communicator import Communicator
@@ -275,7 +276,7 @@ class HostBuckets:
         try:
             flat = reduction.reduce(self._cross_node.finish(number), out)
         except SliceError as failure:
-            raise slice_error(self.comm, str(failure)) from failure
+            raise rank_error(self.comm, SLICES, str(failure)) from failure
         try:
             return self._own_result(number, reduction, flat, lend) if out is None else out
         finally:

@@ -21,7 +21,7 @@ from keras_dist._engine.signature import CollectiveSignature, entries_of_arrays
 from keras_dist._engine.tracing import spans
 
 PAYLOAD_ALONE = b"payload follows."  # 16 bytes, as a digest
-
+SLICES = "every rank to reduce its slice of a bucket"
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
 
@@ -119,9 +119,8 @@ def rendezvous_for_payload(comm: Communicator, call: CollectiveSignature, payloa
         resolve_difference(comm, _with_failure(comm, call, payload))
 
 
-def slice_error(comm: Communicator, received: str) -> errors.RankError:
-    """Returns the error of a slice that a rank could not reduce."""
-    expected = "every rank to reduce its slice of a bucket"
+def rank_error(comm: Communicator, expected: str, received: str) -> errors.RankError:
+    """Returns the error of a rank that others waited for."""
     remedy = "See the traceback of the rank that failed."
     return errors.RankError(errors.explain(comm.where(), expected, received, remedy))
 
@@ -133,7 +132,7 @@ def _with_failure(
     if payload is None or payload.failure is None:
         return call
     failure, payload.failure = payload.failure, None
-    error = slice_error(comm, repr(failure))
+    error = rank_error(comm, SLICES, repr(failure))
     error.__cause__ = failure
     return dataclasses.replace(call, error=error)
 

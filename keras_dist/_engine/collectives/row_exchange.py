@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from keras_dist import errors
 from keras_dist._engine.buckets import aligned
+from keras_dist._engine.collectives.rendezvous import rank_error
 from keras_dist._engine.collectives.rows import gather_rows
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.transfer import allgather_parts, wait
+from keras_dist._engine.shm.node import Node
 from keras_dist._engine.tracing import spans
 
 DONE = b"rows are ready.."  # 16 bytes, as a digest
@@ -49,21 +50,34 @@ def exchange_rows_of_nodes(
         writes to; their indices, in rank order; and the place of each row, in rank order, among
         the rows. `None`: rows are in rank order.
     """
-    memory = _memory(comm, mine, sum(lengths))
-    if memory is None:
+    node, memory = comm.node, _memory(comm, mine, sum(lengths))
+    if node is None or memory is None:
         parts = [mine.array(), mine.numbers]
         rows, numbers = gather_rows(comm, parts, [[length] * 2 for length in lengths])
         return rows, numbers, None
     # By node, so that the rows of a node are one part.
-    in_memory = [rank for node in comm.topology.nodes for rank in node]
+    in_memory = [rank for ranks in comm.topology.nodes for rank in ranks]
     ends = np.cumsum([lengths[rank] for rank in in_memory])
     slices = {
         rank: slice(int(end) - lengths[rank], int(end))
         for rank, end in zip(in_memory, ends, strict=True)
     }
     rows, numbers = memory
-    failure = _write(mine, rows, numbers, slices[comm.rank])
-    _rendezvous(comm, memory, [slices[rank] for rank in in_memory], failure)
+    failure: Exception | None = None
+    try:
+        with spans.phase("copy in"):
+            mine.write(rows[slices[comm.rank]])
+            numbers[slices[comm.rank]] = mine.numbers
+    except Exception as error:  # the other ranks wait
+        failure = error
+    is_ready = _are_ready(node, failure is None)
+    if not comm.is_one_node:
+        if comm.topology.has_slice:
+            is_ready = _cross_nodes(comm, memory, [slices[rank] for rank in in_memory], is_ready)
+        is_ready = _are_ready(node, is_ready)
+    if not is_ready:
+        received = "an error on another rank" if failure is None else repr(failure)
+        raise rank_error(comm, "every rank to add up its rows", received) from failure
     if in_memory == sorted(in_memory):
         return rows, numbers, None
     places = np.concatenate(
@@ -86,42 +100,10 @@ def _memory(comm: Communicator, mine: Rows, count: int) -> tuple[np.ndarray, np.
     return rows, memory[start:nbytes].view(mine.numbers.dtype)
 
 
-def _write(mine: Rows, rows: np.ndarray, numbers: np.ndarray, part: slice) -> Exception | None:
-    """Writes the rows of this rank; returns the error if that fails: the other ranks wait."""
-    try:
-        with spans.phase("copy in"):
-            mine.write(rows[part])
-            numbers[part] = mine.numbers
-    except Exception as error:
-        return error
-    return None
-
-
-def _rendezvous(
-    comm: Communicator,
-    memory: Sequence[np.ndarray],
-    slices: Sequence[slice],
-    failure: Exception | None,
-) -> None:
-    is_ready = failure is None
-    is_ready = _barrier_on_node(comm, is_ready) and is_ready
-    if not comm.is_one_node:
-        if comm.topology.has_slice:
-            is_ready = _cross_nodes(comm, memory, slices, is_ready)
-        is_ready = _barrier_on_node(comm, is_ready) and is_ready
-    if not is_ready:
-        expected = "every rank to add up its rows"
-        received = "an error on another rank" if failure is None else repr(failure)
-        remedy = "See the traceback of the rank that failed."
-        raise errors.RankError(
-            errors.explain(comm.where(), expected, received, remedy)
-        ) from failure
-
-
-def _barrier_on_node(comm: Communicator, is_ready: bool) -> bool:
-    """Returns whether all ranks of the node are ready, or none is."""
+def _are_ready(node: Node, is_ready: bool) -> bool:
+    """Returns whether all ranks of the node are ready. Collective: every rank of the node."""
     with spans.phase("wait for rows"):
-        return comm.node is None or comm.node.barrier(DONE if is_ready else FAILED)
+        return node.barrier(DONE if is_ready else FAILED) and is_ready
 
 
 def _cross_nodes(
