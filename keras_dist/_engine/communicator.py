@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from keras_dist._engine.mpi.topology import (
     first_error,
     measure_links,
 )
-from keras_dist._engine.mpi.transfer import allgather_parts
+from keras_dist._engine.mpi.transfer import allgather_parts, as_message
 from keras_dist._engine.ordering.order import CollectiveOrder
 from keras_dist._engine.shm.node import Node, attach_node
 from keras_dist._engine.shm.region import RegionPool
@@ -239,6 +240,10 @@ class Communicator:
         everything = np.zeros(ends[-1], np.uint8)
         allgather_parts(self.world, mine, everything, list(itertools.pairwise(ends)))
         return np.split(everything, ends[1:-1])
+
+    def allgather_objects(self, value: Any) -> list[Any]:
+        """Sends an object, pickled, to every rank. Collective: every rank; blocks."""
+        return [pickle.loads(raw.tobytes()) for raw in self.allgather_bytes(as_message(value))]
 
     def _join_node(self) -> None:
         allgather_on_node = functools.partial(allgather, self.topology.local)

@@ -21,7 +21,6 @@ import copy
 import dataclasses
 import functools
 import logging
-import pickle
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -30,7 +29,6 @@ from keras_dist import errors
 from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.faults.rank_state import have
 from keras_dist._engine.mpi.library import failed_process
-from keras_dist._engine.mpi.transfer import as_message
 from keras_dist._engine.ordering.ticket import Reordered
 from keras_dist._engine.shm.wait import also_blocked, blocked, note
 
@@ -228,8 +226,7 @@ class Retry:
     def _outcome_of_others(self, joins: bool) -> _Outcome | None:
         """Returns the outcome of this operation from a rank that has ended it, or `None`."""
         comm = self._comm
-        mine = pickle.dumps((self._position, joins))
-        everyone = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
+        everyone = comm.allgather_objects((self._position, joins))
         joined = max(position.joined for position, _ in everyone)
         behind = [rank for rank, (position, _) in enumerate(everyone) if position.joined < joined]
         if behind:  # they wait for ranks to join that have seen all join
@@ -249,8 +246,8 @@ class Retry:
             )
         if not behind:
             return None
-        parts = comm.allgather_bytes(as_message(self._last) if comm.rank == holder else b"")
-        return pickle.loads(parts[holder].tobytes()) if comm.rank in behind else None
+        outcomes = comm.allgather_objects(self._last if comm.rank == holder else None)
+        return cast(_Outcome, outcomes[holder]) if comm.rank in behind else None
 
 
 def retry(comm: "Communicator", work: Callable[[], R], **options: Any) -> R:

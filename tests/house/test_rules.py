@@ -115,8 +115,8 @@ ENGINE_LAYERS = [
 FACES = ["_engine", "_gpu"]
 
 COLLECTIVES = set(
-    "adasum allgather allgather_async allgather_object allreduce allreduce_async alltoall "
-    "alltoall_async barrier bcast broadcast broadcast_ broadcast_async broadcast_into "
+    "adasum allgather allgather_async allgather_object allgather_objects allreduce allreduce_async "
+    "alltoall alltoall_async barrier bcast broadcast broadcast_ broadcast_async broadcast_into "
     "broadcast_object broadcast_variables compare_gradients exchange exchange_among exchange_bytes "
     "exchange_or_raise exchange_rows gather gather_rows "
     "grouped_allgather grouped_allgather_async grouped_allreduce grouped_allreduce_async "

@@ -12,7 +12,6 @@ well, and this rank repeats its own rendezvous. If no rank waits for it, nothing
 """
 
 import dataclasses
-import pickle
 import time
 from collections.abc import Sequence
 
@@ -21,7 +20,6 @@ from keras_dist._engine.collectives import piggyback
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.gradient_sets import COMPARISON, UnlikeGradients, difference_of_sets, union
-from keras_dist._engine.mpi.transfer import as_message
 from keras_dist._engine.nccl.ranks import abandon, undoing
 from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.ordering.ticket import Reordered, in_flight
@@ -67,8 +65,8 @@ class _Arrival:
 
 def resolve_difference(comm: Communicator, call: CollectiveSignature) -> None:
     """Settles why digests differ: all ranks raise, or continue if nothing matters. Collective."""
-    mine = as_message(_Arrival(call, describe_progress(comm.ranks), comm.order.held_names()))
-    arrivals = [pickle.loads(raw.tobytes()) for raw in comm.allgather_bytes(mine)]
+    mine = _Arrival(call, describe_progress(comm.ranks), comm.order.held_names())
+    arrivals = comm.allgather_objects(mine)
     check_alive(comm)
     calls = [dataclasses.replace(each.call, notice=None, refused=()) for each in arrivals]
     with undoing(comm, calls):

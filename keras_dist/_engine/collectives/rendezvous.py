@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import pickle
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -14,7 +13,6 @@ from keras_dist._engine.collectives import piggyback
 from keras_dist._engine.collectives.differences import RepeatRendezvous, resolve_difference
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.peers import Payload
-from keras_dist._engine.mpi.transfer import as_message
 from keras_dist._engine.recovery import retried
 from keras_dist._engine.shm.wait import note
 from keras_dist._engine.signature import CollectiveSignature, entries_of_arrays
@@ -232,8 +230,7 @@ def barrier(
 
 def exchange_or_raise(comm: Communicator, found: Any) -> list[Any]:
     """Returns the objects of all ranks, or raises the error of one on all. Collective; blocks."""
-    parts = comm.allgather_bytes(as_message(found))
-    objects = [pickle.loads(part.tobytes()) for part in parts]
+    objects = comm.allgather_objects(found)
     for each in objects:
         if isinstance(each, errors.KerasDistError):
             raise each

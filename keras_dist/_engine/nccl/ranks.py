@@ -1,7 +1,6 @@
 """The ranks of a communicator in NCCL: made at the first use, aborted when a rank dies."""
 
 import contextlib
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import numpy as np
 from keras_dist import errors
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.faults.rank_state import lost
-from keras_dist._engine.mpi.transfer import as_message
 from keras_dist._engine.nccl.launches import Launch, LaunchWatch, poll
 from keras_dist._engine.recovery import sees_dead_ranks
 from keras_dist._engine.shm.wait import also_blocked, note
@@ -243,8 +241,7 @@ class NcclRanks:
                 mine = self._nccl.unique_id()
         except Exception as error:  # every rank takes part in the exchange, whatever happens
             failure, mine = error, explain(error)
-        parts = self._comm.allgather_bytes(as_message(mine))
-        told = [pickle.loads(part.tobytes()) for part in parts]
+        told = self._comm.allgather_objects(mine)
         if failure is not None:
             raise failure
         for part in told:
