@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_dist._engine.arithmetic import ReduceOp, check_sum
+from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
 from keras_dist._engine.collectives.rendezvous import key_of, raise_on_all, rendezvous
-from keras_dist._engine.collectives.rows import check_rows, row_bounds
+from keras_dist._engine.collectives.rows import check_rows, check_scattered, row_bounds
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.nccl.path import NCCL, are_on_device, is_defined, on_gpu, uses_nccl
 from keras_dist._engine.nccl.ranks import NcclRanks
@@ -144,11 +144,7 @@ def reducescatter(
         return targets
 
     def check_and_launch() -> list[DeviceArray]:
-        # After the rendezvous: arguments on which the ranks agree fail on all, so all raise.
-        remedy = "Use allreduce for others, and slice the rows of this rank."
-        check_sum(options.op, comm.where(), "reducescatter", remedy)
-        for name, array in zip(names, arrays, strict=True):
-            check_rows(comm, array, name, "to scatter along")
+        check_scattered(comm, arrays, names, options.op)
         return launch_on_all(comm, call, launch)
 
     return _run(comm, call, check_and_launch)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
-from keras_dist._engine.arithmetic import check_dtype, check_sum, reduce_rows, scaled
+from keras_dist._engine.arithmetic import ReduceOp, check_dtype, check_sum, reduce_rows, scaled
 from keras_dist._engine.collectives.rendezvous import by_name, exchange_or_raise, rendezvous
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.transfer import alltoall_parts, as_bytes
@@ -145,6 +145,17 @@ def _bad_splits(comm: Communicator, expected: str, received: str) -> errors.Argu
     return errors.ArgumentError(comm.where(), expected, received, remedy)
 
 
+def check_scattered(
+    comm: Communicator, arrays: Sequence[Any], names: Sequence[str], op: ReduceOp
+) -> None:
+    """Checks what `reducescatter` reduces: after its rendezvous, so it fails on all ranks alike."""
+    remedy = "Use allreduce for others, and slice the rows of this rank."
+    check_sum(op, comm.where(), "reducescatter", remedy)
+    for name, array in zip(names, arrays, strict=True):
+        check_dtype(array.dtype, op, comm.where(), name)
+        check_rows(comm, array, name, "to scatter along")
+
+
 @by_name
 @retried
 def reducescatter(
@@ -154,19 +165,8 @@ def reducescatter(
     call = options.signature("reducescatter", entries=entries_of_arrays(names, arrays))
     with comm.lock:
         rendezvous(comm, call)
-        # After the rendezvous: arguments on which the ranks agree fail on all, so all raise.
-        _check(comm, arrays, names, options)
+        check_scattered(comm, arrays, names, options.op)
         if not arrays:
             return []
         rows = exchange_rows(comm, [scaled(array, options.prescale) for array in arrays])
     return [scaled(reduce_rows(part, options.op), options.postscale) for part in rows]
-
-
-def _check(
-    comm: Communicator, arrays: Sequence[np.ndarray], names: Sequence[str], options: OpOptions
-) -> None:
-    remedy = "Use allreduce for others, and slice the rows of this rank."
-    check_sum(options.op, comm.where(), "reducescatter", remedy)
-    for name, array in zip(names, arrays, strict=True):
-        check_dtype(array.dtype, options.op, comm.where(), name)
-        check_rows(comm, array, name, "to scatter along")

@@ -63,6 +63,13 @@ def test_results_have_the_bits_of_the_host_and_few_launches():
         check(C.reducescatter, rows, _engine.OpOptions(op))
 
 
+def test_rows_of_a_dtype_without_a_sum_are_refused_as_on_the_host():
+    truth_values = np.ones(2 * keras_dist.size(), np.bool_)
+    for rows in (truth_values, on_gpu(truth_values)):
+        with pytest.raises(errors.ArgumentTypeError, match=r"a dtype that sum is defined for"):
+            C.reducescatter(runtime.communicator(), [rows], ["x"], _engine.OpOptions(SUM))
+
+
 @pytest.fixture
 def pinned(monkeypatch):
     """Sends what is in GPU memory through pinned memory of the host."""
