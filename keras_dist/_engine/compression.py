@@ -214,8 +214,6 @@ def parse_compression(compression: Any, where: str) -> Compressor:
             member.name: member for member in (Compression.none, Compression.fp16, Compression.bf16)
         }
         compression = known.get(compression.lower(), compression)
-    if compression is Compression.bf16:
-        _check_bfloat16(where)
     if isinstance(compression, Compressor):
         return compression
     if isinstance(compression, GradientCompression):
@@ -285,13 +283,3 @@ def wire_for(compressor: Compressor, dtype: np.dtype, where: str) -> Wire:
     """Returns the wire of a dtype: narrow floats have few bits, and integers must stay exact."""
     compressed = dtype.kind == "f" and dtype.itemsize in (4, 8)
     return Wire(compressor if compressed else Compression.none, dtype, where)
-
-
-def _check_bfloat16(where: str) -> None:
-    try:
-        import ml_dtypes  # noqa: F401
-    except ImportError as error:
-        remedy = "Install it with: pip install ml_dtypes, or use fp16."
-        raise errors.ArgumentError(
-            where, "the package ml_dtypes for bf16", f"none ({error})", remedy
-        ) from error
