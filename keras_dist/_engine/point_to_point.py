@@ -14,6 +14,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from keras_dist import errors
+from keras_dist._engine.collectives.differences import mismatch
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.digests import HELLO, NAP_SECONDS, SPIN_SECONDS, Hello
 from keras_dist._engine.mpi.library import failed_process
@@ -35,7 +36,7 @@ TAG = 7
 
 
 def send(
-    comm: "Communicator", array: np.ndarray, peer: int, name: str, key: str | None = None
+    comm: Communicator, array: np.ndarray, peer: int, name: str, key: str | None = None
 ) -> None:
     """Sends an array to another rank, which calls `recv`; blocks until it does."""
     if array.dtype.hasobject:
@@ -48,7 +49,7 @@ def send(
 
 
 def recv(
-    comm: "Communicator",
+    comm: Communicator,
     peer: int,
     name: str,
     key: str | None = None,
@@ -65,9 +66,7 @@ def recv(
 
 
 @contextlib.contextmanager
-def _paired(
-    comm: "Communicator", peer: int, role: str, call: CollectiveSignature
-) -> Iterator[None]:
+def _paired(comm: Communicator, peer: int, role: str, call: CollectiveSignature) -> Iterator[None]:
     """Holds the lock while this rank exchanges data with another, and notes with which."""
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     if not isinstance(peer, int | np.integer) or peer not in others:
@@ -84,7 +83,7 @@ def _paired(
             raise
 
 
-def _rendezvous(comm: "Communicator", peer: int, mine: Hello) -> Hello:
+def _rendezvous(comm: Communicator, peer: int, mine: Hello) -> Hello:
     """Waits for the other rank; returns the greeting of the one that sends."""
     request = comm.world.isend(mine, peer, HELLO)
     with spans.rendezvous(mine.call), waiting:
@@ -102,25 +101,18 @@ def _rendezvous(comm: "Communicator", peer: int, mine: Hello) -> Hello:
     first, other = sorted((mine, theirs), key=lambda hello: (not hello.goes, hello.rank))
     if not other.goes or first.call.operation == other.call.operation:
         towards = f"{PARTNER[first.call.operation]} rank {first.rank}"
-        raise _mismatch(comm, other.rank, f"{towards}, which is in {first.call}", str(other.call))
+        expected = f"{towards}, which is in {first.call}"
+        raise mismatch(comm, other.rank, expected, str(other.call), IN_TURN)
     sender, receiver = (first, other) if first.call.operation == SEND else (other, first)
     call = receiver.call
     as_sent = dataclasses.replace(call, operation=SEND, entries=call.entries or sender.call.entries)
     found = difference([sender.call, as_sent], [sender.rank, receiver.rank])
     if found is not None:
-        raise _mismatch(comm, *found, ALIKE)
+        raise mismatch(comm, *found, ALIKE)
     return sender
 
 
-def _mismatch(
-    comm: "Communicator", rank: int, expected: str, received: str, remedy: str = IN_TURN
-) -> errors.MismatchError:
-    where = f"[rank {rank} of {comm.size}]"
-    comm.faults.mismatch = errors.explain(where, expected, received, remedy)
-    return errors.MismatchError(comm.faults.mismatch)
-
-
-def _lost(comm: "Communicator", peer: int, call: CollectiveSignature) -> errors.RankLostError:
+def _lost(comm: Communicator, peer: int, call: CollectiveSignature) -> errors.RankLostError:
     expected, received = f"rank {peer} to call {call}", "it, or another rank, has died"
     remedy = (
         "No other rank has the data of that rank: start the job again, which keras-dist run "
