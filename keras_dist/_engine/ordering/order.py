@@ -47,7 +47,7 @@ class CollectiveOrder:
         """The context manager that a collective holds while it runs."""
         finish_pending()
         lock, recorder = (self._job or self)._lock, spans.recorder
-        return lock if recorder is None else spans.timed(lock, self._lane_of(recorder))
+        return lock if recorder is None else spans.RecordedLock(self._lane_of(recorder), lock)
 
     def _lane_of(self, recorder: spans.Recorder) -> spans.Lane:
         if self._lane is None or self._lane.recorder is not recorder:

@@ -21,7 +21,7 @@ WAIT = "wait for ranks"
 recorder: "Recorder | None" = None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-_current: dict[int, "_Operation"] = {}  # by thread
+_current: dict[int, "RecordedLock"] = {}  # by thread
 
 
 class Recorder:
@@ -67,11 +67,11 @@ class Lane:
         self.recorder = recorder
         self.usual = recorder.add_lane(name)
         self.queued = recorder.add_lane(f"{name}, queued")
-        self.operation: _Operation | None = None
+        self.operation: RecordedLock | None = None
 
 
-class _Operation:
-    """The lock of a communicator, recorded from its request to its release."""
+class RecordedLock:
+    """The lock of a communicator, whose outermost use is recorded, from its request on."""
 
     __slots__ = ("_lane", "_lock", "_number", "_outer", "_requested", "_since", "call", "phases")
 
@@ -112,7 +112,7 @@ class _Operation:
 class _Phase:
     __slots__ = ("_began", "_meeting", "_name", "_operation")
 
-    def __init__(self, operation: _Operation, name: str, meeting: int):
+    def __init__(self, operation: RecordedLock, name: str, meeting: int):
         self._operation, self._name, self._meeting = operation, name, meeting
 
     def __enter__(self) -> None:
@@ -158,11 +158,6 @@ class _Step(_Span):
     def __exit__(self, *error: object) -> None:
         self._recorder.in_step = False
         super().__exit__(*error)
-
-
-def timed(lock: Any, lane: Lane) -> AbstractContextManager[None]:
-    """Returns the lock of a communicator; its outermost use is recorded as an operation."""
-    return _Operation(lane, lock)
 
 
 def phase(name: str) -> AbstractContextManager[Any]:
