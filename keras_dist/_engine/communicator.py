@@ -27,6 +27,7 @@ from keras_dist._engine.mpi.topology import (
     common,
     first_error,
     measure_links,
+    ranks_in,
 )
 from keras_dist._engine.mpi.transfer import allgather_parts, as_message
 from keras_dist._engine.ordering.order import CollectiveOrder
@@ -82,9 +83,7 @@ class Communicator:
         if job is not None:
             label += f" of ranks {', '.join(map(str, self.ranks))}"
         # Where MPI allows one thread at a time, process sets share the order of the job.
-        shared: CollectiveOrder | None = None
-        if job is not None and not self.thread_multiple:
-            shared = job.order
+        shared = None if job is None or self.thread_multiple else job.order
         self.order: CollectiveOrder = CollectiveOrder(label, self.where, shared)
         self.services = Services(self)  # what runs beside the collectives
         self.faults = FaultState()
@@ -171,8 +170,7 @@ class Communicator:
         self.node = None
         if self._fence is not None:
             self._fence.free()
-        worlds = self.topology.mpi_communicators
-        for world in filter(None, worlds):
+        for world in self.topology.mpi_communicators:
             try:
                 world.Free()
             except self.mpi.Exception:
@@ -308,10 +306,7 @@ def ranks_of(job: Communicator, comm: Any) -> tuple[int, ...]:
     """Returns the ranks of a user's MPI communicator, ascending."""
     if job.mpi is None or comm == job.mpi.COMM_NULL:
         return ()
-    theirs, ours = comm.Get_group(), job.world.Get_group()
-    ranks = theirs.Translate_ranks(None, ours)
-    theirs.Free()
-    ours.Free()
+    ranks = ranks_in(job.world, comm)
     if job.mpi.UNDEFINED not in ranks:
         return tuple(sorted(ranks))
     raise errors.ArgumentError(

@@ -29,6 +29,7 @@ from keras_dist import errors
 from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.faults.rank_state import have
 from keras_dist._engine.mpi.library import failed_process
+from keras_dist._engine.mpi.topology import ranks_in
 from keras_dist._engine.ordering.ticket import Reordered
 from keras_dist._engine.shm.wait import also_blocked, blocked, note
 
@@ -107,7 +108,8 @@ def rebuild(comm: "Communicator", exchange: Callable[[], Any]) -> Any:
             leave(comm)
             fine = False
         complete = agree(comm, fine, shrunk)
-    gone = _missing(comm.mpi, before, shrunk)
+    indices = ranks_in(shrunk, before)
+    gone = [rank for rank, index in enumerate(indices) if index == comm.mpi.UNDEFINED]
     comm.faults.losses += len(gone)
     comm.faults.changes += 1
     # Ranks may have counted differently when the rank died.
@@ -128,14 +130,6 @@ def sees_dead_ranks(world: Any) -> bool:
     count = dead.Get_size()
     dead.Free()
     return bool(count) or world.Is_revoked()
-
-
-def _missing(mpi: Any, before: Any, after: Any) -> list[int]:
-    old, new = before.Get_group(), after.Get_group()
-    indices = old.Translate_ranks(None, new)
-    old.Free()
-    new.Free()
-    return [rank for rank, index in enumerate(indices) if index == mpi.UNDEFINED]
 
 
 @dataclasses.dataclass(frozen=True)

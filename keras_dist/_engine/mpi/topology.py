@@ -82,6 +82,15 @@ def first_error(comm: Any, error: str | None) -> str | None:
     return next((text for text in found if text is not None), None)
 
 
+def ranks_in(comm: Any, other: Any) -> list[int]:
+    """Returns the rank in an MPI communicator of each rank of another; `UNDEFINED` if not there."""
+    group, others = comm.Get_group(), other.Get_group()
+    found: list[int] = others.Translate_ranks(None, group)
+    others.Free()
+    group.Free()
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Links:
     """Links between nodes: up to how many bytes nodes halve arrays, and the bytes per second."""

@@ -98,8 +98,7 @@ class Segment:
     """Shared memory of one node, mapped and populated."""
 
     def __init__(self, handle: int, nbytes: int, private_view: bool = False):
-        populate = getattr(mmap, "MAP_POPULATE", 0)
-        mapping = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | populate)
+        mapping = mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.memory = np.frombuffer(mapping, np.uint8)
         self._private = map_private(handle, nbytes) if private_view else None
 
@@ -209,8 +208,6 @@ def _create_nameless(nbytes: int) -> _Made:
     """Makes the file; returns its path, its descriptor, and the reason if it fails."""
     try:
         handle = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except AttributeError:  # another system
-        return "", -1, _NotVisible(f"no file without a name can be made in {DIRECTORY}")
     except OSError as error:  # maybe a file system without such files
         what = f"no file without a name can be made in {DIRECTORY}"
         return "", -1, _reason(what, error, _NotVisible)
@@ -252,8 +249,6 @@ def _alive(pid: int) -> bool:
     # /proc may hide processes, or be that of another namespace.
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return error.errno != errno.ESRCH
     return True
