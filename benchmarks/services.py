@@ -28,11 +28,11 @@ def initialization(nodes, ranks):
         nodes: number of nodes.
         ranks: number of ranks on each node.
     """
-    plans = [rounds(node, nodes) for node in range(nodes)]
+    plans = [rounds(node, nodes, 1) for node in range(nodes)]
     longest = max(map(len, plans))
     # Some nodes have a round before and after those in which all others take part.
     plans = [
-        [None, *plan, None] if len(plan) == longest - 2 and plan[0].receives else plan
+        [None, *plan, None] if len(plan) == longest - 2 and plan[0].received else plan
         for plan in plans
     ]
     known = ranks * ENTRY_NBYTES
@@ -41,7 +41,7 @@ def initialization(nodes, ranks):
         messages = [
             (node, plan[number].peer, min(2**number, nodes) * known)
             for node, plan in enumerate(plans)
-            if number < len(plan) and plan[number] and plan[number].sends
+            if number < len(plan) and plan[number] and plan[number].sent
         ]
         phases.append([messages])
     return phases
@@ -89,7 +89,8 @@ def stall_messages(ranks):
 
 def agreement_messages(nodes):
     """Returns the messages that node 0 exchanges before a reduction."""
-    return sum(step.sends + step.receives for step in rounds(0, nodes))
+    steps = rounds(0, nodes, 1)
+    return sum((step.sent is not None) + (step.received is not None) for step in steps)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The exchange of digests with other nodes, and of the numbers of a bucket with them.
 
-Nodes exchange in rounds, see `keras_dist._engine.mpi.peers`: a message says what the sender brings,
+Nodes exchange in rounds: a message says what the sender brings,
 and whether all that it has heard of bring the same. Numbers follow in the same message. They are
 combined only where the digests are equal, and sent back only after all nodes have been heard. If
 several ranks of a node take part, each exchanges a slice with its peers.
@@ -30,15 +30,6 @@ BYTE = np.dtype(np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
-class Round:
-    """One exchange of a node with another."""
-
-    peer: int
-    sends: bool
-    receives: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Transfer:
     """One exchange of parts of an array with another node."""
 
@@ -52,8 +43,8 @@ class Transfer:
         return Transfer(self.peer, self.received, self.sent)
 
 
-def rounds(index: int, count: int) -> list[Round]:
-    """Returns the rounds of a node: who exchanges with whom until every node has heard from all.
+def rounds(index: int, count: int, size: int) -> list[Transfer]:
+    """Returns the rounds of a node: whom it sends an array to until every node has heard from all.
 
     Of n nodes, p take part in every round, where p is the largest power of two up to n. Each of the
     others first sends to its neighbour, and receives the result at the end. A node exchanges at
@@ -63,27 +54,23 @@ def rounds(index: int, count: int) -> list[Round]:
     to be connected to the same switch. The order of a sum over nodes follows the rounds, whichever
     algorithm computes it, so its bits do not depend on the size of an array.
     """
-    whole = _power_of_two(count)
-    folded = count - whole  # pairs of neighbours of which one takes part in every round
+    power, array = _power_of_two(count), slice(0, size)
+    folded = count - power  # pairs of neighbours of which one takes part in every round
     is_paired = index < 2 * folded
     if is_paired and index % 2:
-        return [Round(index - 1, True, False), Round(index - 1, False, True)]
+        return [Transfer(index - 1, array, None), Transfer(index - 1, None, array)]
     place = index // 2 if is_paired else index - folded
-    distances = [2**step for step in range(whole.bit_length() - 1)]
+    distances = [2**step for step in range(power.bit_length() - 1)]
     others = [place ^ distance for distance in distances]
-    plan = [Round(2 * p if p < folded else p + folded, True, True) for p in others]
+    plan = [Transfer(2 * p if p < folded else p + folded, array, array) for p in others]
     if is_paired:
-        plan = [Round(index + 1, False, True), *plan, Round(index + 1, True, False)]
+        plan = [Transfer(index + 1, None, array), *plan, Transfer(index + 1, array, None)]
     return plan
 
 
 def doubling(index: int, count: int, size: int) -> tuple[list[Transfer], list[Transfer]]:
     """Returns the exchanges of whole arrays, in the order of the rounds."""
-    whole = slice(0, size)
-    plan = [
-        Transfer(step.peer, whole if step.sends else None, whole if step.receives else None)
-        for step in rounds(index, count)
-    ]
+    plan = rounds(index, count, size)
     is_folded = bool(plan) and (plan[0].sent is None or plan[0].received is None)
     return (plan[:-1], plan[-1:]) if is_folded else (plan, [])
 
@@ -97,15 +84,14 @@ def halving(index: int, count: int, size: int) -> list[Transfer]:
     """
     mine = slice(0, size)
     plan = []
-    for step in rounds(index, count):
-        if step.sends and step.receives:
+    for step in rounds(index, count, size):
+        if step.sent is not None and step.received is not None:
             middle = (mine.start + mine.stop) // 2
             lower, upper = slice(mine.start, middle), slice(middle, mine.stop)
             mine, given = (lower, upper) if index < step.peer else (upper, lower)
             plan.append(Transfer(step.peer, given, mine))
         elif not plan:
-            sent, received = (mine, None) if step.sends else (None, mine)
-            plan.append(Transfer(step.peer, sent, received))
+            plan.append(step)
     return plan
 
 

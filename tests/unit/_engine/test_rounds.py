@@ -13,7 +13,7 @@ NUMBERS = [*range(2, 130), 255, 256, 257, 1000, 4096, 10_000]
 def run(contributions, combine):
     """Runs the rounds of all nodes; returns their results, and the number of messages of each."""
     count = len(contributions)
-    plans = [rounds(index, count) for index in range(count)]
+    plans = [rounds(index, count, 1) for index in range(count)]
     values, messages = list(contributions), [0] * count
     has_sent = [False] * count
     while any(plans):
@@ -23,13 +23,13 @@ def run(contributions, combine):
         before = list(values)
         for index in ready:
             step = plans[index].pop(0)
-            messages[index] += step.sends
-            if step.receives and has_sent[index] and not step.sends:
+            messages[index] += step.sent is not None
+            if step.received and has_sent[index] and step.sent is None:
                 values[index] = before[step.peer]
-            elif step.receives:
+            elif step.received:
                 low, high = sorted((index, step.peer))
                 values[index] = combine(before[low], before[high])
-            has_sent[index] |= step.sends
+            has_sent[index] |= step.sent is not None
     return values, messages
 
 
@@ -39,7 +39,7 @@ def is_mutual(plans, index):
     if not plans[mine.peer]:
         return False
     theirs = plans[mine.peer][0]
-    return (theirs.peer, theirs.sends, theirs.receives) == (index, mine.receives, mine.sends)
+    return (theirs.peer, theirs.sent, theirs.received) == (index, mine.received, mine.sent)
 
 
 @pytest.mark.parametrize("count", [*range(1, 34), 63, 64, 65, 100, 1000])
@@ -69,9 +69,9 @@ def test_the_messages_of_a_node_grow_logarithmically(size):
     steps = size.bit_length() - 1
     nodes = {*range(min(size, 70)), *range(max(0, size - 3), size)}
     for node in nodes:
-        digests = rounds(node, size)
+        digests = rounds(node, size, 1)
         # The numbers of up to 64 KiB travel with the digests.
-        assert sum(step.sends for step in digests) <= steps + 1
+        assert sum(step.sent is not None for step in digests) <= steps + 1
         plan = halving(node, size, 100_000)
         plan += [step.reverse for step in reversed(plan)]
         assert sum(step.sent is not None for step in plan) <= 2 * steps + 1
