@@ -136,7 +136,7 @@ def draw(number, size):
         steps,
         everyone,
         one.choice(["copy", "copy", "copy", "mpi", "refused"]),
-        one.choice([Links(), Links(halving_nbytes=2**30), Links(rate=1e6)]),
+        one.choice([Links(), Links(halving_nbytes=2**22), Links(rate=1e6)]),
         is_low,
         one.choice([1, 1000, 25 * 2**20]),
     )

@@ -123,7 +123,7 @@ COLLECTIVES = set(
     "grouped_reducescatter grouped_reducescatter_async rendezvous reduce_slices reducescatter "
     "reducescatter_async scatter stand_in sparse_allreduce sparse_allreduce_async verify_once "
     "verify_replicas verify_before_writing "
-    "allgather_parts alltoall_parts broadcast_bytes reduce_by_halves reduce_through_mpi "
+    "allgather_parts alltoall_parts broadcast_bytes reduce_through_mpi "
     "Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Dup Gather Iallgather "
     "Iallgatherv Ialltoallv Ibarrier "
     "Split".split()

@@ -17,7 +17,7 @@ from keras_dist._engine.arithmetic import (
 from keras_dist._engine.buckets import Bucket, Slot, aligned_array, slice_bounds
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
-from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, MAX_TRAVELLING_NBYTES, Legs, Payload
+from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, Legs, Payload
 from keras_dist._engine.mpi.reduction import SMALL_NBYTES, Combination, reduce_through_mpi
 from keras_dist._engine.mpi.transfer import wait
 from keras_dist._engine.shm.bucket_reduction import BucketReduction, Finish, Full, Sliced
@@ -119,10 +119,10 @@ class CrossNodeReduction:
         compresses = compresses and dtype.kind == "f" and number not in self.widened
         if compresses or not (self._comm.digests.carries and self.reduces_on_node(number)):
             return False
-        if self._library is not None and nbytes > MAX_PAYLOAD_NBYTES:
+        if self._library is not None and nbytes > MAX_PAYLOAD_NBYTES and dtype.kind in "fc":
             return False
-        limit = min(self._comm.links.halving_nbytes, MAX_TRAVELLING_NBYTES)
-        return self._largest_slice(number) <= max(limit, MAX_PAYLOAD_NBYTES)
+        limit = max(self._comm.links.halving_nbytes, MAX_PAYLOAD_NBYTES)
+        return self._largest_slice(number) <= limit
 
     @property
     def whole_nbytes(self) -> int | None:
@@ -169,8 +169,8 @@ class CrossNodeReduction:
         if by_node and not self._comm.is_one_node:
             nodes = self._comm.topology.nodes
             sums = Combination(self.op_on_node, self._divisor(number), nodes)
-        links, library = self._comm.links, self._library
-        reduce_through_mpi(self._comm.world, source, target, sums, wire, links, library)
+        are_slow, library = self._comm.links.are_slow, self._library
+        reduce_through_mpi(self._comm.world, source, target, sums, wire, are_slow, library)
 
     def finish(self, number: int) -> Finish | None:
         """Returns a function that reduces this rank's slice over nodes, in place, if it has one."""
@@ -187,8 +187,8 @@ class CrossNodeReduction:
             # Sent beside the data, none of which is used if a slice is missing.
             answer = across.Iallreduce(everywhere.copy(), everywhere, self._comm.mpi.MIN)
             with spans.phase("cross-node"):
-                links, library = self._comm.links, self._library
-                reduce_through_mpi(across, part, part, sums, wire, links, library)
+                are_slow, library = self._comm.links.are_slow, self._library
+                reduce_through_mpi(across, part, part, sums, wire, are_slow, library)
                 wait(answer)
             return bool(everywhere[0])
 

@@ -15,10 +15,12 @@ import numpy as np
 
 from keras_dist._engine.arithmetic import ReduceOp, combine_into, divide, silencer
 from keras_dist._engine.buckets import ALIGNMENT, aligned_array
+from keras_dist._engine.mpi.topology import halving_nbytes
 
 T = TypeVar("T")
 MAX_PAYLOAD_NBYTES = 64 * 1024  # for larger buckets the number of bytes counts, not of messages
-MAX_TRAVELLING_NBYTES = 4 * 2**20  # of any bucket that travels; the memory of a message
+MESSAGE_NBYTES = 4 * 2**20  # memory of a message at least: that of 64 nodes
+COPIED_NBYTES = 2**20  # of what is smaller than the first half: that saves a message
 EAGER_NBYTES = 32 * 1024  # MPI libraries ask the receiver before they send much more
 DIGEST, HALF, REST = 2, 6, 7  # MPI tags
 HEADER_NBYTES = ALIGNMENT  # the digest, and the state of the exchange so far
@@ -163,7 +165,8 @@ class Peers:
     def __init__(self, world: Any):
         self._world, self._rank, self._size = world, world.Get_rank(), world.Get_size()
         # Ranks that differ may send more than is expected. What no message uses is never touched.
-        longest = HEADER_NBYTES + MAX_PAYLOAD_NBYTES + MAX_TRAVELLING_NBYTES
+        most = max(MESSAGE_NBYTES, halving_nbytes(self._size))
+        longest = HEADER_NBYTES + MAX_PAYLOAD_NBYTES + most
         self._sent = aligned_array(longest, BYTE)
         self._received = aligned_array(longest, BYTE)
         self._header = self._sent[: DIGEST_NBYTES + 1].data
@@ -178,7 +181,7 @@ class Peers:
         """Returns the exchanges that reduce a bucket.
 
         Up to `MAX_PAYLOAD_NBYTES` a node sends all it has; above, nodes halve the bucket, which
-        takes more messages and fewer bytes. At most `EAGER_NBYTES` of the bucket, or of its first
+        takes more messages and fewer bytes. At most `EAGER_NBYTES` of the bucket, or of a large
         half, are copied behind the digest.
         """
         if count * dtype.itemsize > MAX_PAYLOAD_NBYTES:
@@ -191,7 +194,8 @@ class Peers:
             # Both nodes decide alike: what one sends, the other receives.
             parts = [part for part in (step.sent, step.received) if part is not None]
             longest = max(part.stop - part.start for part in parts)
-            return count if 2 * longest < count else EAGER_NBYTES // dtype.itemsize
+            is_copied = 2 * longest < count and longest * dtype.itemsize <= COPIED_NBYTES
+            return count if is_copied else EAGER_NBYTES // dtype.itemsize
 
         def prepared(steps: Sequence[Transfer]) -> list[_Leg]:
             return [_Leg(step, self._sent, self._received, dtype, lead(step)) for step in steps]

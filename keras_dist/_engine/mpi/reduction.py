@@ -24,8 +24,7 @@ from keras_dist._engine.arithmetic import (
 from keras_dist._engine.buckets import ALIGNMENT
 from keras_dist._engine.compression import Wire
 from keras_dist._engine.mpi import transfer
-from keras_dist._engine.mpi.peers import Transfer, combine_rows, halving
-from keras_dist._engine.mpi.topology import Links
+from keras_dist._engine.mpi.peers import combine_rows
 from keras_dist._engine.mpi.transfer import as_bytes, wait
 from keras_dist._engine.shm.wait import blocked
 
@@ -33,7 +32,6 @@ from keras_dist._engine.shm.wait import blocked
 PIECE_NBYTES, PIECES_NBYTES, SMALLEST_NBYTES = 2**23, 3 * 2**23, 2**16
 # Of slow links: how many a segment has, and their size in bytes, at least and at most.
 SLOW_PIECES, SLOW_NBYTES = 4, (2**20, 2**21)
-HALF = 5  # MPI tag
 # Up to here every rank reduces everything: one message instead of two.
 SMALL_NBYTES = 32 * 1024
 WINDOW = 2  # pieces of each segment that are under way: one travels while another is reduced
@@ -82,40 +80,6 @@ class Pieces:
         return slice(low, min(low + self._step, self._bounds[rank + 1]))
 
 
-def reduce_by_halves(world: Any, target: np.ndarray, op: ReduceOp, divisor: int) -> None:
-    """Reduces a flat array over the ranks, in place. Collective: every rank of `world`; blocks.
-
-    In each round two nodes exchange halves of what they still reduce, until each has one segment;
-    then the results take the same way back: about 2 log2(nodes) messages.
-    """
-    rank = world.Get_rank()
-    plan = halving(rank, world.Get_size(), target.size)
-    theirs = np.empty_like(target)
-    for step in plan:
-        _exchange(world, step, target, theirs)
-        if step.received is not None:
-            left, right = target[step.received], theirs[step.received]
-            if rank > step.peer:
-                left, right = right, left
-            combine(left, right, op, target[step.received])
-    reduced = plan[-1].received
-    if divisor > 1 and reduced is not None:
-        divide(target[reduced], divisor)
-    for step in reversed(plan):
-        _exchange(world, step.reverse, target, target)
-
-
-def _exchange(world: Any, step: Transfer, source: np.ndarray, target: np.ndarray) -> None:
-    """Sends elements of one array, and receives elements of another, as far as the step does."""
-    requests = []
-    if step.received is not None:
-        requests.append(world.Irecv(as_bytes(target[step.received]), step.peer, HALF))
-    if step.sent is not None:
-        requests.append(world.Isend(as_bytes(source[step.sent]), step.peer, HALF))
-    for request in requests:
-        wait(request)
-
-
 @dataclasses.dataclass(frozen=True)
 class Combination:
     """How the contributions of the ranks become one result."""
@@ -162,11 +126,10 @@ def reduce_through_mpi(
     target: np.ndarray,
     sums: Combination,
     wire: Wire,
-    links: Links | None = None,
+    links_are_slow: bool = False,
     library: Any | None = None,
 ) -> None:
     """Reduces a flat array over ranks. Collective: every rank of `world`; blocks."""
-    links = links or Links()
     size, is_own = world.Get_size(), is_own_accumulator(source.dtype, sums.op)
     width = max(source.itemsize, wire.dtype.itemsize)
     fits = source.size * size * width <= transfer.MAX_NBYTES
@@ -174,14 +137,10 @@ def reduce_through_mpi(
     # Open MPI's sums of 8 and 16 bits do not wrap around as those of numpy do.
     if library is not None and by_order_of_nodes and source.dtype.kind in "fc":
         _reduce_by_library(world, source, target, sums, library)
-    elif source.nbytes <= links.halving_nbytes and by_order_of_nodes and len(sums.nodes) == size:
-        if target is not source:
-            np.copyto(target, source)
-        reduce_by_halves(world, target, sums.op, sums.divisor)
     elif source.nbytes <= SMALL_NBYTES and fits:
         _reduce_everything(world, source, target, sums, wire)
     else:
-        nbytes = min(piece_nbytes(size, source.size * width, links.are_slow), transfer.MAX_NBYTES)
+        nbytes = min(piece_nbytes(size, source.size * width, links_are_slow), transfer.MAX_NBYTES)
         _reduce_in_pieces(world, source, target, sums, wire, max(1, nbytes // width))
 
 
