@@ -14,12 +14,17 @@ import numpy as np
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.nccl_launch import launch_on_all, tell_all
-from keras_dist._engine.collectives.rendezvous import key_of, raise_on_all, rendezvous
+from keras_dist._engine.collectives.rendezvous import (
+    by_name,
+    key_of,
+    raise_on_all,
+    rendezvous,
+)
 from keras_dist._engine.collectives.rows import check_rows, check_scattered, row_bounds
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.nccl.path import NCCL, are_on_device, is_defined, on_gpu, uses_nccl
 from keras_dist._engine.nccl.ranks import NcclRanks
-from keras_dist._engine.recovery import retry
+from keras_dist._engine.recovery import retried, retry
 from keras_dist._engine.signature import CollectiveSignature, OpOptions, entries_of
 from keras_dist._gpu import DeviceArray
 
@@ -70,7 +75,7 @@ def broadcast(
         ranks.launch(call, arrays, targets, group)
         return targets
 
-    return _run(comm, call, lambda: launch_on_all(comm, call, launch))
+    return _run(comm, call, lambda: launch_on_all(comm, call, launch), key)
 
 
 def allgather(
@@ -83,7 +88,7 @@ def allgather(
     specs = [((-1, *array.shape[1:]), array.dtype) for array in arrays]
     call = CollectiveSignature("allgather", entries_of(names, specs), key=key, library=NCCL)
 
-    return _run(comm, call, lambda: gather(comm, call, arrays))
+    return _run(comm, call, lambda: gather(comm, call, arrays), key)
 
 
 def gather(
@@ -147,26 +152,25 @@ def reducescatter(
         check_scattered(comm, arrays, names, options.op)
         return launch_on_all(comm, call, launch)
 
-    return _run(comm, call, check_and_launch)
+    return _run(comm, call, check_and_launch, options.key)
 
 
+@by_name
+@retried
 def _run(
-    comm: Communicator, call: CollectiveSignature, launch: Callable[[], list[DeviceArray]]
+    comm: Communicator,
+    call: CollectiveSignature,
+    launch: Callable[[], list[DeviceArray]],
+    key: str | None,
 ) -> list[Any]:
     """Runs an operation by NCCL after a rendezvous. Collective: every rank."""
-
-    def work() -> list[Any]:
-        with comm.lock:
-            rendezvous(comm, call)
-            results = launch()
-            if comm.faults.retry is not None:
-                for result in results:
-                    result.finish(None)
-            return results
-
-    if call.key is not None and comm.size > 1:
-        return comm.order.run_by_name(lambda: retry(comm, work), call.key)
-    return retry(comm, work)
+    with comm.lock:
+        rendezvous(comm, call)
+        results = launch()
+        if comm.faults.retry is not None:
+            for result in results:
+                result.finish(None)
+        return results
 
 
 def rows_through(on_host: Callable[..., Any]) -> Callable[..., Any]:
