@@ -24,7 +24,7 @@ from keras_dist._engine.collectives.rows import check_rows, check_scattered, row
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.nccl.path import NCCL, are_on_device, is_defined, on_gpu, uses_nccl
 from keras_dist._engine.nccl.ranks import NcclRanks
-from keras_dist._engine.recovery import retried, retry
+from keras_dist._engine.recovery import retried
 from keras_dist._engine.signature import CollectiveSignature, OpOptions, entries_of
 from keras_dist._gpu import DeviceArray
 
@@ -188,7 +188,7 @@ def rows_through(on_host: Callable[..., Any]) -> Callable[..., Any]:
             return on_host(comm, values, indices, name, options, notices)
         sums = options.op in (ReduceOp.SUM, ReduceOp.AVERAGE)
         if uses_nccl(comm) and sums and is_defined(options.op, values.dtype, 1):
-            return retry(comm, lambda: _gather_rows(comm, values, indices, name, options, notices))
+            return _gather_rows(comm, values, indices, name, options, notices)
 
         def copy() -> tuple[np.ndarray, np.ndarray]:
             return values.to_host(), indices.to_host()
@@ -200,6 +200,8 @@ def rows_through(on_host: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@by_name
+@retried
 def _gather_rows(
     comm: Communicator,
     values: DeviceArray,

@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import threading
+import time
 
 import keras
 import ml_dtypes
@@ -68,6 +70,28 @@ def test_rows_of_a_dtype_without_a_sum_are_refused_as_on_the_host():
     for rows in (truth_values, on_gpu(truth_values)):
         with pytest.raises(errors.ArgumentTypeError, match=r"a dtype that sum is defined for"):
             C.reducescatter(runtime.communicator(), [rows], ["x"], _engine.OpOptions(SUM))
+
+
+def test_named_rows_match_in_any_order():
+    comm, found = runtime.communicator(), {}
+    values, indices = np.ones((2, 3), np.float32), np.array([0, 2])
+
+    def reduce(name, after=0.0):
+        time.sleep(after)
+        options = _engine.OpOptions(SUM, key=name)
+        rows = on_gpu(values), on_gpu(indices)
+        found[name] = C.reduce_slices(comm, *rows, name, options)[0].finish(None)
+
+    if keras_dist.rank() == 0:
+        thread = threading.Thread(target=reduce, args=("b", 0.3), daemon=True)
+        thread.start()
+        reduce("a")
+        thread.join()
+    else:
+        reduce("b")
+        reduce("a")
+    for rows in found.values():
+        assert (rows == 1).all() and len(rows) == 2 * keras_dist.size()
 
 
 @pytest.fixture
