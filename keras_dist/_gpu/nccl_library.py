@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._gpu.cuda import Table, find, load_runtime
+from keras_dist._gpu.device_arrays import DeviceArray
 
 OLDEST = 21400  # the first version whose calls can be made without blocking
 IN_PROGRESS = 7
@@ -138,12 +139,12 @@ class Nccl:
         self._check(self._free_factor(op, comm), "the end of a sum with a factor", comm)
 
     def allreduce(
-        self, source: int, target: int, count: int, dtype: np.dtype, op: int, comm: int, stream: int
+        self, source: DeviceArray, target: DeviceArray, op: int, comm: int, stream: int
     ) -> None:
-        """Reduces `count` elements at an address of each rank into an address of each."""
-        code, each = DATA_TYPES[dtype.name]
-        done = self._allreduce(source, target, count * each, code, op, comm, stream)
-        self._check(done, "an allreduce", comm)
+        """Reduces the arrays of all ranks into one of each."""
+        code, each = DATA_TYPES[source.dtype.name]
+        places = source.address, target.address, source.count * each
+        self._check(self._allreduce(*places, code, op, comm, stream), "an allreduce", comm)
 
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: int, stream: int
@@ -154,20 +155,12 @@ class Nccl:
         self._check(done, "a broadcast", comm)
 
     def reduce(
-        self,
-        source: int,
-        target: int,
-        count: int,
-        dtype: np.dtype,
-        op: int,
-        root: int,
-        comm: int,
-        stream: int,
+        self, source: DeviceArray, target: DeviceArray, op: int, root: int, comm: int, stream: int
     ) -> None:
-        """Reduces `count` elements at an address of each rank into an address of the root."""
-        code, each = DATA_TYPES[dtype.name]
-        done = self._reduce(source, target, count * each, code, op, root, comm, stream)
-        self._check(done, "a reduction", comm)
+        """Reduces the arrays of all ranks into one of the root."""
+        code, each = DATA_TYPES[source.dtype.name]
+        places = source.address, target.address, source.count * each
+        self._check(self._reduce(*places, code, op, root, comm, stream), "a reduction", comm)
 
     def _check(self, code: int, what: str, comm: int = 0) -> None:
         if code in (0, IN_PROGRESS):

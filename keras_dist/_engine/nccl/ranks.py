@@ -1,6 +1,7 @@
 """The ranks of a communicator in NCCL: made at the first use, aborted when a rank dies."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -128,33 +129,16 @@ class NcclRanks:
         return self._factors[key]
 
     def allreduce(self, source: DeviceArray, target: DeviceArray, code: int) -> None:
-        self._nccl.allreduce(
-            source.address,
-            target.address,
-            source.count,
-            source.dtype,
-            code,
-            self._handle,
-            self._stream,
-        )
+        self._nccl.allreduce(source, target, code, self._handle, self._stream)
 
     def reduce_rows(
         self, source: DeviceArray, target: DeviceArray, bounds: Sequence[int], code: int
     ) -> None:
         """Reduces the rows of each rank into its target. Called by the group of `launch`."""
         width = source.count // max(1, source.shape[0])
-        for root in range(self._comm.size):
-            low, high = int(bounds[root]), int(bounds[root + 1])
-            self._nccl.reduce(
-                source.address + low * width * source.dtype.itemsize,
-                target.address,
-                (high - low) * width,
-                source.dtype,
-                code,
-                root,
-                self._handle,
-                self._stream,
-            )
+        for root, (low, high) in enumerate(itertools.pairwise(bounds)):
+            rows = source.section(low * width, high * width)
+            self._nccl.reduce(rows, target, code, root, self._handle, self._stream)
 
     def broadcast(self, source: int, target: int, nbytes: int, root: int) -> None:
         """Copies bytes of the root, an index. Called by the group of `launch`."""

@@ -115,17 +115,22 @@ class Recorder:
         return ctypes.CFUNCTYPE(result, *arguments)(address)
 
 
+def array(address, count=3, dtype="float32"):
+    return types.SimpleNamespace(address=address, count=count, dtype=np.dtype(dtype))
+
+
 def test_counts_over_two_billion_and_addresses_of_64_bits_reach_nccl():
     table = Recorder()
     library = nccl_library.Nccl(table)
     count, high = 2**31 + 7, 2**47 - 64
-    library.allreduce(high, high - 64, count, np.dtype(ml_dtypes.bfloat16), 4, high + 8, 2**40)
+    source = array(high, count, ml_dtypes.bfloat16)
+    library.allreduce(source, array(high - 64), 4, high + 8, 2**40)
     assert table.calls["ncclAllReduce"] == (high, high - 64, count, 9, 4, high + 8, 2**40)
-    library.allreduce(high, high, count, np.dtype("complex128"), 0, 1, 2)
+    library.allreduce(array(high, count, "complex128"), array(high), 0, 1, 2)
     assert table.calls["ncclAllReduce"] == (high, high, 2 * count, 8, 0, 1, 2)
     library.broadcast(0, high, 2**33 + 1, 3, 1, 2)
     assert table.calls["ncclBroadcast"] == (None, high, 2**33 + 1, 1, 3, 1, 2)
-    library.reduce(1, 2, count, np.dtype("float16"), 0, 5, 6, 7)
+    library.reduce(array(1, count, "float16"), array(2), 0, 5, 6, 7)
     assert table.calls["ncclReduce"] == (1, 2, count, 6, 0, 5, 6, 7)
 
 
@@ -142,11 +147,11 @@ def test_an_error_of_nccl_says_where_and_what_to_do():
     with pytest.raises(
         _gpu.NcclError, match=r"Expected an allreduce to succeed. .*error 2"
     ) as told:
-        library.allreduce(1, 2, 3, np.dtype("float32"), 0, 4, 5)
+        library.allreduce(array(1), array(2), 0, 4, 5)
     assert "NCCL_DEBUG=INFO" in str(told.value)
     under_way = Recorder(code=nccl_library.IN_PROGRESS)
     library = nccl_library.Nccl(under_way)
-    library.allreduce(1, 2, 3, np.dtype("float32"), 0, 4, 5)
+    library.allreduce(array(1), array(2), 0, 4, 5)
 
 
 def test_nccl_that_lacks_a_function_is_not_used(monkeypatch):
