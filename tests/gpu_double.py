@@ -133,18 +133,21 @@ def enqueue(stream, function):
         function()
 
 
-def runtime():
-    """Returns the addresses of the functions of CUDA's runtime."""
-    return {name: address(pointer) for name, pointer in RUNTIME}
+def runtime(name):
+    """Returns the address of a function of CUDA's runtime."""
+    return address(RUNTIME, name)
 
 
-def nccl():
-    """Returns the addresses of the functions of NCCL."""
-    return {name: address(pointer) for name, pointer in NCCL}
+def nccl(name):
+    """Returns the address of a function of NCCL."""
+    return address(NCCL, name)
 
 
-def address(pointer):
-    return ctypes.cast(pointer, c_void_p).value
+def address(functions, name):
+    found = dict(functions)
+    if name not in found:
+        raise AttributeError(name)
+    return ctypes.cast(found[name], c_void_p).value
 
 
 def text_of(code):

@@ -17,8 +17,8 @@ import numpy as np
 
 from keras_dist import errors
 
-# Only tests set it: a Python file with functions `nccl()` and `runtime()`, which return the
-# addresses of functions by name. Arrays on the host then count as arrays of a GPU.
+# Only tests set it: a Python file with functions `nccl` and `runtime`, which return the address of
+# a function by its name. Arrays on the host then count as arrays of a GPU.
 DOUBLE = "_KERAS_DIST_GPU_DOUBLE"
 
 # By kind: the prefix of the names of functions, the sonames, newest first, and the folders of
@@ -61,9 +61,8 @@ def find(kind: str) -> Table | None:
     """Returns a library of the GPU; `None` if there is none."""
     double = _double()
     if double is not None:
-        addresses = getattr(double, kind)()
         prefix = "cuda" if kind == "runtime" else "nccl"
-        return Table(str(double.__file__), prefix, lambda name: _named(addresses, name))
+        return Table(str(double.__file__), prefix, getattr(double, kind))
     for prefix, sonames, folders in KINDS[kind]:
         for path, mode in _candidates(sonames, folders):
             try:
@@ -103,12 +102,6 @@ def _candidates(sonames: tuple[str, ...], folders: tuple[str, ...]) -> Iterator[
 
 def _address(library: ctypes.CDLL, name: str) -> int:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
-
-
-def _named(addresses: dict[str, int], name: str) -> int:
-    if name not in addresses:
-        raise AttributeError(name)
-    return addresses[name]
 
 
 def _path_of(path: str) -> str:
