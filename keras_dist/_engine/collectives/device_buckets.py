@@ -46,17 +46,8 @@ class HostPieces:
             self._bounds = []
             return
         name = fused.call.entries[bucket.slots[0].index].name
-        how = dataclasses.replace(
-            plan,
-            bucket_nbytes=1,
-            first_nbytes=None,
-            groups=(),
-            tables=(),
-            overlaps=False,
-            counts_updates=plan.counts_updates and number == 0,
-            ranks=None,
-            pooled=True,
-        )
+        counts = plan.counts_updates and number == 0
+        how = BucketOptions(1, counts_updates=counts, divides=plan.divides, pooled=True)
         specs = [((stop - start,), bucket.dtype) for start, stop in self._bounds]
         self._host = HostBuckets(
             fused.comm, [name] * len(specs), specs, fused.options, how, fused.calls[number]
