@@ -99,7 +99,7 @@ def breakdown(step, steps):
     """Returns lines with the host's time in a step, by function of keras_dist."""
     from keras_dist import _gpu
     from keras_dist._backends import torch_tensors
-    from keras_dist._engine.collectives import device_buckets, joined_arrays, nccl_launch
+    from keras_dist._engine.collectives import device_buckets, nccl_launch
     from keras_dist._engine.nccl import launches, ranks
     from keras_dist._engine.ordering import ticket
     from keras_dist.torch import gradients
@@ -123,7 +123,7 @@ def breakdown(step, steps):
     patched = [
         timed(gradients.Gradients, "_add", "hooks of gradients"),
         timed(gradients.Gradients, "reduce", "the reduction in step"),
-        timed(joined_arrays.JoinedArrays, "_join", "joining the arrays of buckets"),
+        timed(device_buckets.JoinedArrays, "_join", "joining the arrays of buckets"),
         timed(device_buckets, "rendezvous", "meeting before the first launch"),
         timed(nccl_launch, "rendezvous", "meeting after the last launch"),
         timed(ranks.NcclRanks, "launch", "launches"),

@@ -16,6 +16,7 @@ import numpy as np
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.buckets import Bucket
 from keras_dist._engine.collectives.broadcast import broadcast_object
+from keras_dist._engine.collectives.device_buckets import JoinedArrays
 from keras_dist._engine.collectives.exchanges import (
     Add,
     Feedback,
@@ -28,7 +29,6 @@ from keras_dist._engine.collectives.exchanges import (
     reduce_packed,
 )
 from keras_dist._engine.collectives.fused import FusedAllreduce
-from keras_dist._engine.collectives.joined_arrays import JoinedArrays
 from keras_dist._engine.collectives.slices import reduce_slices
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.gradient_compression import GradientCompression, Int8, PowerSGD, TopK

@@ -9,9 +9,8 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._engine.arithmetic import check_dtype, check_factors
-from keras_dist._engine.collectives.device_buckets import DeviceBuckets
+from keras_dist._engine.collectives.device_buckets import DeviceBuckets, JoinedArrays
 from keras_dist._engine.collectives.host_buckets import HostBuckets
-from keras_dist._engine.collectives.joined_arrays import JoinedArrays
 from keras_dist._engine.collectives.rendezvous import report_error
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import repeat_update
