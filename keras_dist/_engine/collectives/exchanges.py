@@ -16,7 +16,7 @@ import numpy as np
 from keras_dist._engine.arithmetic import divide
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.rendezvous import rendezvous
-from keras_dist._engine.collectives.row_exchange import Rows, exchange_rows_of_nodes
+from keras_dist._engine.collectives.rows import Rows, exchange_rows_of_nodes
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.gradient_compression import GradientCompression, PowerSGD
 from keras_dist._engine.low_rank import (

@@ -20,8 +20,7 @@ from keras_dist._engine.arithmetic import (
 )
 from keras_dist._engine.collectives.join import exchange_among
 from keras_dist._engine.collectives.rendezvous import by_name, exchange_or_raise, rendezvous
-from keras_dist._engine.collectives.row_exchange import Rows, exchange_rows_of_nodes
-from keras_dist._engine.collectives.rows import check_rows
+from keras_dist._engine.collectives.rows import Rows, check_rows, exchange_rows_of_nodes
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.recovery import retried
 from keras_dist._engine.signature import Entry, OpOptions

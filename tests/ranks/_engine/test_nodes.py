@@ -13,7 +13,7 @@ from test_rows import expected_of, rows_of
 import keras_dist
 from keras_dist import _engine, errors, runtime
 from keras_dist._engine.arithmetic import ReduceOp
-from keras_dist._engine.collectives import row_exchange
+from keras_dist._engine.collectives import rows
 from keras_dist._engine.mpi import reduction, transfer
 from keras_dist._engine.mpi.transfer import allgather_parts
 from keras_dist._engine.shm import bucket_reduction
@@ -109,7 +109,7 @@ def test_a_part_of_the_rows_of_each_node_crosses_in_each_local_rank(monkeypatch,
         sent.append(high - low)
         allgather_parts(world, mine, buffer, bounds)
 
-    monkeypatch.setattr(row_exchange, "allgather_parts", recorded)
+    monkeypatch.setattr(rows, "allgather_parts", recorded)
     monkeypatch.setattr(transfer, "MAX_NBYTES", limit)
     found, _ = keras_dist.sparse_allreduce(*parts[comm.rank])
     assert found.tobytes() == expected_of(parts).tobytes()

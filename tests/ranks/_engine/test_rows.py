@@ -10,7 +10,7 @@ from numpy_reference import summed_rows
 import keras_dist
 from keras_dist import errors, runtime
 from keras_dist._engine import memory
-from keras_dist._engine.collectives import row_exchange, slices
+from keras_dist._engine.collectives import rows, slices
 
 pytestmark = pytest.mark.jobs("engine")
 
@@ -67,7 +67,7 @@ def test_memory_that_is_not_used_is_released(monkeypatch):
 
 def test_rows_meet_in_shared_memory_where_an_error_on_one_rank_is_one_on_all(monkeypatch):
     shared_memory()
-    monkeypatch.setattr(row_exchange, "gather_rows", None)
+    monkeypatch.setattr(rows, "gather_rows", None)
     odd = RANK() == SIZE() - 1
     part = rows_of(RANK(), 100)
 
