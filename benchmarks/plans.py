@@ -30,7 +30,7 @@ from keras_dist._engine.mpi.peers import (
     halving,
 )
 from keras_dist._engine.mpi.reduction import Combination, reduce_through_mpi
-from keras_dist._engine.mpi.topology import Links, halving_nbytes
+from keras_dist._engine.mpi.topology import SLOW, halving_nbytes
 
 RANKS = 8  # of a node
 OWN, RING, MPICH = PLANS = ("keras_dist", "ring", "MPICH")
@@ -73,7 +73,7 @@ def exchanged(case):
     comm = SimpleNamespace(
         is_one_node=False,
         reduction="ordered",
-        links=links_of(case),
+        halving_nbytes=halving_nbytes(case.nodes),
         node=object(),
         topology=SimpleNamespace(is_homogeneous=True, slices=RANKS),
         digests=SimpleNamespace(carries=True),
@@ -88,10 +88,9 @@ def agrees_before(case):
     return case.plan == OWN and case.nbytes > 0 and not exchanged(case).travels
 
 
-@functools.cache
-def links_of(case):
+def are_slow(case):
     """Returns what the engine would know of the links."""
-    return Links(halving_nbytes(case.nodes), 1 / byte_seconds(case.gbit))
+    return 1 / byte_seconds(case.gbit) < SLOW
 
 
 def way(case):
@@ -99,7 +98,7 @@ def way(case):
     nbytes, travels = exchanged(case)
     if travels and nbytes <= peers.MAX_PAYLOAD_NBYTES:
         return "whole"
-    return "halves" if nbytes <= links_of(case).halving_nbytes else "pieces"
+    return "halves" if nbytes <= halving_nbytes(case.nodes) else "pieces"
 
 
 @functools.cache
@@ -204,7 +203,7 @@ def reduce(world, case):
     if case.nbytes and not exchanged(case).travels:
         sums = Silent(ReduceOp.SUM, 1, [[node] for node in range(case.nodes)])
         wire = wire_for(Compression.none, DTYPE, "")
-        reduce_through_mpi(world, part, part, sums, wire, links_of(case).are_slow)
+        reduce_through_mpi(world, part, part, sums, wire, are_slow(case))
         return
     compared, payload = Peers(world), None
     if case.nbytes:
@@ -228,7 +227,7 @@ def plan_of(case):
 
     That of the engine has the digests only if the array travels with them.
     """
-    fastest = case.gbit if links_of(case).are_slow else FASTEST  # all others have one plan
+    fastest = case.gbit if are_slow(case) else FASTEST  # all others have one plan
     return _plan(case._replace(network="star", gbit=fastest))
 
 

@@ -21,7 +21,6 @@ from numpy_reference import COMPRESSIONS, UFUNCS, bits, expected
 import keras_dist
 from keras_dist import _engine, runtime
 from keras_dist._engine.collectives import slices
-from keras_dist._engine.mpi.topology import Links
 from keras_dist.ops import reductions
 
 __all__ = ["COUNT", "SEED", "Execution", "Program", "draw", "execute", "prepare"]
@@ -101,7 +100,7 @@ class Program:
         steps: for each step the index of its call, and how it is called.
         everyone: for each step the arrays of each rank.
         reduce: how ranks of a node reduce; `"refused"`: they cannot share further memory.
-        links: the links between nodes.
+        links: up to which size in bytes nodes halve arrays, and whether the links are slow.
         is_low: whether the limits of `LOW` hold.
         bucket_nbytes: size in bytes at which a bucket is closed.
     """
@@ -111,7 +110,7 @@ class Program:
     steps: Sequence[tuple[int, str]]
     everyone: Sequence[Sequence[Sequence[np.ndarray]]]
     reduce: str
-    links: Links
+    links: tuple[int, bool]
     is_low: bool
     bucket_nbytes: int
 
@@ -136,7 +135,7 @@ def draw(number, size):
         steps,
         everyone,
         one.choice(["copy", "copy", "copy", "mpi", "refused"]),
-        one.choice([Links(), Links(halving_nbytes=2**22), Links(rate=1e6)]),
+        one.choice([(0, False), (2**22, False), (0, True)]),
         is_low,
         one.choice([1, 1000, 25 * 2**20]),
     )
@@ -276,7 +275,7 @@ def communicator_of(program, mpi):
     """Returns the ranks of a program. Collective: every rank; blocks."""
     reduce = "mpi" if program.reduce == "mpi" else "copy"
     comm = _engine.Communicator(mpi, None, reduce)
-    comm.links = program.links
+    comm.halving_nbytes, comm.links_are_slow = program.links
     if program.reduce == "refused" and comm.node is not None:
         comm.warn_no_shared_memory = lambda reason: None
         comm.node.segment = lambda *_, **__: (None, "on purpose")

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,12 +22,12 @@ from keras_dist._engine.memory import IdleMemory, ResultPool, RowMemory
 from keras_dist._engine.mpi.digests import DigestExchange, decline
 from keras_dist._engine.mpi.library import NO_ROOM, MemoryFence, orders_stores
 from keras_dist._engine.mpi.topology import (
-    Links,
+    SLOW,
     Topology,
     allgather,
-    common,
     first_error,
-    measure_links,
+    halving_nbytes,
+    measure_rate,
     ranks_in,
 )
 from keras_dist._engine.mpi.transfer import allgather_parts, as_message
@@ -101,7 +102,8 @@ class Communicator:
         self._warned = False
         self.node: Node | None = None  # shared memory of the ranks of this node, if there is any
         self._fence: MemoryFence | None = None
-        self.links = Links()
+        self.halving_nbytes = 0  # up to here nodes halve arrays
+        self.links_are_slow = False
         self._set_topology(Topology())
         if mpi is not None:
             self.connect((comm if comm is not None else mpi.COMM_WORLD).Dup())
@@ -125,21 +127,21 @@ class Communicator:
         if any(len(ranks) > 1 for ranks in topology.nodes) and self.reduce != "mpi":
             self._join_node()
             self._set_topology(topology)
-        self.links = self._measure_links()
+        self.halving_nbytes = halving_nbytes(len(topology.nodes))
+        self.links_are_slow = self._measure_rate() < SLOW
         self.services.restart()
 
-    def _measure_links(self) -> Links:
-        topology = self.topology
+    def _measure_rate(self) -> float:
+        topology, rate = self.topology, math.inf
         if self.node is None:
             one_each = len(topology.nodes) == topology.size
-            return measure_links(topology.world, self.mpi) if one_each else Links()
-        links = Links()
+            return measure_rate(topology.world, self.mpi) if one_each else rate
         if topology.has_slice:
-            links = measure_links(topology.across, self.mpi, topology.slices)
+            rate = measure_rate(topology.across, self.mpi, topology.slices)
         if topology.is_one_node:
-            return links
+            return rate
         # The ranks of a node measure apart, but choose alike.
-        return common(allgather(topology.local, links)[: topology.slices])
+        return math.fsum(allgather(topology.local, rate)[: topology.slices])
 
     def disconnect(self) -> None:
         """Drops what these ranks allgather, as one of them has died; `connect` follows.

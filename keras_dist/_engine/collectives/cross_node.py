@@ -121,7 +121,7 @@ class CrossNodeReduction:
             return False
         if self._library is not None and nbytes > MAX_PAYLOAD_NBYTES and dtype.kind in "fc":
             return False
-        limit = max(self._comm.links.halving_nbytes, MAX_PAYLOAD_NBYTES)
+        limit = max(self._comm.halving_nbytes, MAX_PAYLOAD_NBYTES)
         return self._largest_slice(number) <= limit
 
     @property
@@ -169,7 +169,7 @@ class CrossNodeReduction:
         if by_node and not self._comm.is_one_node:
             nodes = self._comm.topology.nodes
             sums = Combination(self.op_on_node, self._divisor(number), nodes)
-        are_slow, library = self._comm.links.are_slow, self._library
+        are_slow, library = self._comm.links_are_slow, self._library
         reduce_through_mpi(self._comm.world, source, target, sums, wire, are_slow, library)
 
     def finish(self, number: int) -> Finish | None:
@@ -187,7 +187,7 @@ class CrossNodeReduction:
             # Sent beside the data, none of which is used if a slice is missing.
             answer = across.Iallreduce(everywhere.copy(), everywhere, self._comm.mpi.MIN)
             with spans.phase("cross-node"):
-                are_slow, library = self._comm.links.are_slow, self._library
+                are_slow, library = self._comm.links_are_slow, self._library
                 reduce_through_mpi(across, part, part, sums, wire, are_slow, library)
                 wait(answer)
             return bool(everywhere[0])

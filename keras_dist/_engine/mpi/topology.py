@@ -1,6 +1,5 @@
 """The place of a rank in the job, on its node and among the nodes, and the links between these."""
 
-import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ SMALL_NBYTES, PROBES = 64, 5
 LARGE_NBYTES, LARGE_MESSAGES, LARGE_PROBES = 2**20, 2, 6  # of a node
 MIN_LARGE_NBYTES = 2**18  # of a rank
 # Bytes per second of a node: 2.7 Gbit/s. Nodes with slower links wait for them rather than for
-# their cores.
+# their cores, so pieces should hide the arithmetic.
 SLOW = 340e6
 
 
@@ -91,33 +90,15 @@ def ranks_in(comm: Any, other: Any) -> list[int]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Links:
-    """Links between nodes: up to how many bytes nodes halve arrays, and the bytes per second."""
-
-    halving_nbytes: int = 0
-    rate: float = math.inf
-
-    @property
-    def are_slow(self) -> bool:
-        """Whether nodes wait for the links, so that pieces should hide the arithmetic."""
-        return self.rate < SLOW
-
-
-def common(every: Sequence[Links]) -> Links:
-    """Returns the links of a node."""
-    return Links(min(each.halving_nbytes for each in every), sum(each.rate for each in every))
-
-
-def measure_links(world: Any, mpi: Any, slices: int = 1) -> Links:
-    """Measures the links between nodes. Collective; blocks.
+def measure_rate(world: Any, mpi: Any, slices: int = 1) -> float:
+    """Measures the bytes per second between nodes, of one slice. Collective; blocks.
 
     Takes some milliseconds, and the time in which a node of one to four ranks sends 12 MiB; a
     larger one sends 3 MiB for each rank.
     """
     nodes = world.Get_size()
     if nodes == 1:
-        return Links()
+        return math.inf
     large_nbytes = max(LARGE_NBYTES // slices, MIN_LARGE_NBYTES)
     with blocked:
         small = _probe(world, mpi, 1, SMALL_NBYTES, PROBES)
@@ -125,7 +106,7 @@ def measure_links(world: Any, mpi: Any, slices: int = 1) -> Links:
         seconds = np.array([max(0.0, large - small)])
         world.Allreduce(mpi.IN_PLACE, seconds, mpi.MAX)
     nbytes, longest = LARGE_MESSAGES * large_nbytes, float(seconds[0])
-    return Links(halving_nbytes(nodes), nbytes / longest if longest else math.inf)
+    return nbytes / longest if longest else math.inf
 
 
 def _probe(world: Any, mpi: Any, count: int, nbytes: int, probes: int) -> float:

@@ -13,7 +13,6 @@ from keras_dist import _engine
 from keras_dist._engine import collectives
 from keras_dist._engine.compression import wire_for
 from keras_dist._engine.mpi import reduction, transfer
-from keras_dist._engine.mpi.topology import Links
 
 pytestmark = pytest.mark.jobs("engine")
 
@@ -42,7 +41,7 @@ class Limited:
 @pytest.mark.parametrize("number", range(12))
 def test_no_call_of_mpi_needs_more_than_its_limit(monkeypatch, number):
     drawn = conformance.draw(number, keras_dist.size())
-    program = dataclasses.replace(drawn, reduce="mpi", links=Links())
+    program = dataclasses.replace(drawn, reduce="mpi", links=(0, False))
     conformance.prepare(monkeypatch, is_low=True, bucket_nbytes=program.bucket_nbytes)
     comm = conformance.communicator_of(program, MPI)
     assert comm.node is None

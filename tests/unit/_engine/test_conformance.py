@@ -12,7 +12,6 @@ from thread_ranks import Network, mpi_of
 import keras_dist
 from keras_dist import _engine, errors, runtime
 from keras_dist._engine.collectives import piggyback
-from keras_dist._engine.mpi.topology import Links
 from keras_dist._engine.shm import bucket_reduction
 
 # The node of each rank.
@@ -54,7 +53,7 @@ def run(monkeypatch, nodes, work):
 
     def call(rank):
         comm = _engine.Communicator(mpi_of(rank))
-        comm.links = Links(halving_nbytes=2**22)
+        comm.halving_nbytes = 2**22
         found = work(comm)
         comm.free()
         return found

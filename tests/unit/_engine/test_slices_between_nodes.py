@@ -12,7 +12,6 @@ from keras_dist._engine.buckets import plan_buckets
 from keras_dist._engine.collectives.cross_node import CrossNodeReduction, slice_payload
 from keras_dist._engine.compression import Compression
 from keras_dist._engine.mpi.peers import Payload
-from keras_dist._engine.mpi.topology import Links
 from keras_dist._engine.shm.bucket_reduction import Sliced
 
 F4 = np.dtype(np.float32)
@@ -66,7 +65,7 @@ def test_a_slice_over_64_kib_is_widened_only_if_that_saves_bytes(slices, dtype):
         is_one_node=False,
         node=object(),
         reduction="ordered",
-        links=Links(halving_nbytes=2**21),
+        halving_nbytes=2**21,
     )
     factor = 2  # both have twice the bytes if they are widened
     for count in (64 * 1024 // (factor * np.dtype(dtype).itemsize), 100_000):
