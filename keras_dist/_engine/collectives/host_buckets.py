@@ -244,11 +244,7 @@ class HostBuckets:
             reduction.next_turn()
         if not isinstance(reduction, Sliced):
             return payload.result
-        flat = reduction.take()
-        try:
-            return self._own_result(number, reduction, flat, lend)
-        finally:
-            reduction.end()
+        return self._own_result(number, reduction, reduction.take(), lend)
 
     def _reduce_through_mpi(self, number: int, arrays: Sequence[np.ndarray]) -> np.ndarray:
         bucket, [first, *others] = self.buckets[number], arrays
@@ -277,27 +273,30 @@ class HostBuckets:
             flat = reduction.reduce(self._cross_node.finish(number), out)
         except SliceError as failure:
             raise rank_error(self.comm, SLICES, str(failure)) from failure
-        try:
-            return self._own_result(number, reduction, flat, lend) if out is None else out
-        finally:
+        if isinstance(reduction, Full):
+            return flat
+        if out is not None:
             reduction.end()
+            return out
+        return self._own_result(number, reduction, flat, lend)
 
     def _own_result(
-        self, number: int, reduction: BucketReduction, flat: np.ndarray, lend: bool
+        self, number: int, reduction: Sliced, flat: np.ndarray, lend: bool
     ) -> np.ndarray:
-        lent = None
-        nbytes = self._cross_node.buckets[number].nbytes
-        if lend and self.memory.lends and nbytes > SMALL_NBYTES:
-            lent = reduction.lend()
-        if lent is not None:
-            self._shared_result = flat
-            return lent
-        if not reduction.is_shared:
-            return flat
-        with spans.phase("copy out"):
-            copied = self.memory.result(number)
-            np.copyto(copied, flat)
-        return copied
+        """Ends a call: returns its result where it lies, if it can be lent, or a copy."""
+        lent, nbytes = None, self._cross_node.buckets[number].nbytes
+        try:
+            if lend and self.memory.lends and nbytes > SMALL_NBYTES:
+                lent = reduction.lend()
+            if lent is not None:
+                self._shared_result = flat
+                return lent
+            with spans.phase("copy out"):
+                copied = self.memory.result(number)
+                np.copyto(copied, flat)
+            return copied
+        finally:
+            reduction.end()
 
     def reduce_among(self, flat: np.ndarray) -> np.ndarray:
         """Reduces a bucket over the ranks that have not joined, uncompressed."""

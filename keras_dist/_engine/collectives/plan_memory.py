@@ -143,7 +143,7 @@ class PooledMemory:
         comm.plans.clear()
         is_small, capacity = isinstance(reduction, Full), _pooled_capacity(self._buckets[number])
         size = reduction.region_nbytes(comm.node.size, capacity)
-        segment = comm.segment(size, private_view=reduction.is_shared)
+        segment = comm.segment(size, private_view=not is_small)
         if segment is None:
             comm.regions.refused = min(comm.regions.refused, nbytes)
             return
@@ -186,7 +186,7 @@ def _reductions(
     def uses_it(number: int) -> bool:
         if comm.is_one_node:
             return True
-        if not made[number].is_shared:
+        if isinstance(made[number], Full):
             return cross_node.travels(number)
         return cross_node.reduces_on_node(number)
 

@@ -128,8 +128,6 @@ class SliceError(Exception):
 class Full:
     """Every rank reduces everything; two sets of rows, used in turn, save a rendezvous."""
 
-    is_shared = False  # whether the result lies in shared memory
-
     def __init__(self, node: Node, bucket: Bucket, op: ReduceOp):
         self._node, self._bucket, self._op = node, bucket, op
         #: size in bytes of a row of its region
@@ -147,13 +145,6 @@ class Full:
         #: by turn: the contributions of the ranks, and that of this rank
         self.contributions = (rows[:size], rows[size:])
         self.mine = [turn[self._node.rank] for turn in self.contributions]
-
-    def lend(self) -> np.ndarray | None:
-        """Returns the fused result of the last call to read in place, or `None`: copy it."""
-        return None
-
-    def end(self) -> None:
-        """Ends a call: this rank has lent or copied its result. Collective on the node."""
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
         """Makes the arrays of this rank visible to the others, before the rendezvous."""
@@ -183,8 +174,6 @@ class Full:
 
 class Sliced:
     """Each rank reduces a slice, chunk by chunk, into a result that all ranks see."""
-
-    is_shared = True
 
     def __init__(self, node: Node, bucket: Bucket, op: ReduceOp, slices: int, results: int):
         self._node, self._bucket, self._op, self._count = node, bucket, op, results
@@ -217,9 +206,11 @@ class Sliced:
         self._rows.announce()
 
     def lend(self) -> np.ndarray | None:
+        """Returns the fused result of the last call to read in place, or `None`: copy it."""
         return self._rows.lend(self._bucket.count, self._bucket.dtype)
 
     def end(self) -> None:
+        """Ends a call: this rank has lent or copied its result. Collective on the node."""
         if self._rows.is_crowded:
             with spans.phase("wait for readers"):
                 self._node.barrier(READ)
