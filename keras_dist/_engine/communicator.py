@@ -11,7 +11,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from keras_dist._engine.sideband import Services
 from keras_dist._engine.signature import JoinedRanks
 
 _log = logging.getLogger("keras_dist")
+M = TypeVar("M")
 
 TOO_MANY_FILES = (
     "Let a process open more files, by ulimit -n before the job starts, or keep fewer models."
@@ -144,7 +145,7 @@ class Communicator:
         return math.fsum(allgather(topology.local, rate)[: topology.slices])
 
     def disconnect(self) -> None:
-        """Drops what these ranks allgather, as one of them has died; `connect` follows.
+        """Drops what these ranks share, as one of them has died; `connect` follows.
 
         MPI's communicators are not freed: that would need the rank that has died.
         """
@@ -255,12 +256,8 @@ class Communicator:
         rank, size = self.topology.local_rank, self.topology.local_size
         if self._fence is None and not orders_stores():
             self._fence = MemoryFence(self.mpi)
-        node, reason = attach_node(rank, size, allgather_on_node, error, self._decline, self._fence)
-        reason = first_error(self.world, reason)
-        if reason is not None or node is None:
-            self.warn_no_shared_memory(reason)
-            return
-        self.node = node
+        made = attach_node(rank, size, allgather_on_node, error, self._decline, self._fence)
+        self.node = self._on_all(*made)
 
     def _decline(self) -> None:
         # A rank of a process set may still come to the others: the set has an order of its own.
@@ -269,15 +266,17 @@ class Communicator:
 
     def segment(self, nbytes: int, private_view: bool = False) -> Segment | None:
         """Makes memory of each node; `None`, with a warning, if a rank cannot. Collective."""
-        if self.node is None:
-            return None
-        segment, reason = self.node.segment(nbytes, private_view)
-        reason = first_error(self.world, reason)
-        if reason is not None:
-            self.warn_no_shared_memory(reason)
-        return None if reason is not None else segment
+        return None if self.node is None else self._on_all(*self.node.segment(nbytes, private_view))
 
-    def warn_no_shared_memory(self, reason: str | None) -> None:
+    def _on_all(self, made: M | None, reason: str | None) -> M | None:
+        """Returns what all ranks have made; `None`, with a warning, if a rank has a reason."""
+        reason = first_error(self.world, reason)
+        if reason is None:
+            return made
+        self.warn_no_shared_memory(reason)
+        return None
+
+    def warn_no_shared_memory(self, reason: str) -> None:
         """Warns once, on rank 0, that data goes through MPI although ranks share a node."""
         remedy = TOO_MANY_FILES if isinstance(reason, TooManyFiles) else NO_ROOM
         if self.rank == 0 and not self._warned:
