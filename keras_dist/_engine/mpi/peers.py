@@ -70,13 +70,6 @@ def rounds(index: int, count: int, size: int) -> list[Transfer]:
     return plan
 
 
-def doubling(index: int, count: int, size: int) -> tuple[list[Transfer], list[Transfer]]:
-    """Returns the exchanges of whole arrays, in the order of the rounds."""
-    plan = rounds(index, count, size)
-    is_folded = bool(plan) and (plan[0].sent is None or plan[0].received is None)
-    return (plan[:-1], plan[-1:]) if is_folded else (plan, [])
-
-
 def halving(index: int, count: int, size: int) -> list[Transfer]:
     """Returns the exchanges by which nodes halve an array until each has one segment of it.
 
@@ -188,7 +181,9 @@ class Peers:
             there = halving(self._rank, self._size, count)
             back = [step.reverse for step in reversed(there)]
         else:
-            there, back = doubling(self._rank, self._size, count)
+            there, back = rounds(self._rank, self._size, count), []
+            if there and None in (there[0].sent, there[0].received):  # not in every round
+                back = [there.pop()]
 
         def lead(step: Transfer) -> int:
             # Both nodes decide alike: what one sends, the other receives.
