@@ -73,11 +73,11 @@ class CollectiveQueue:
         if not is_mine(self._lock):
             self._remove(self._tickets[0])
 
-    def run(self, work: Callable[[], R], name: str | None) -> R:
+    def run(self, work: Callable[[], R], name: str | None, follows: bool = False) -> R:
         """Runs an operation, in its turn or when the ranks agree on it. Blocks."""
         if is_mine(self._lock):
             return work()
-        ticket = Ticket(name, [threading.get_ident()], gives_way=True)
+        ticket = Ticket(name, [threading.get_ident()], gives_way=True, follows=follows)
         try:
             self._add(ticket)
             while True:
@@ -141,16 +141,7 @@ class CollectiveQueue:
 
     def finish(self) -> None:
         """Waits until the operations in the queue have run."""
-        if is_mine(self._lock):
-            return
-        ticket = Ticket(waiters=[threading.get_ident()], follows=True)
-        try:
-            self._add(ticket)
-            self._wait_for_turn(ticket)
-            self._lock.release()
-        finally:
-            with contextlib.suppress(ValueError):
-                self._remove(ticket)
+        self.run(lambda: None, None, follows=True)
 
     def drain(self) -> None:
         """Waits until all queued operations have run; logs the errors that nobody asked for."""
