@@ -32,9 +32,7 @@ def lost(where: str, ranks: Sequence[int]) -> errors.RankLostError:
 
 def have(ranks: Sequence[int]) -> str:
     """Returns the subject of a sentence on ranks, such as `rank 1 has`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    return f"ranks {', '.join(map(str, ranks))} have"
+    return f"{format_rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
 
 @dataclasses.dataclass(frozen=True)
