@@ -1,8 +1,7 @@
 """Reduction of a bucket by the ranks of a node, in shared memory. Independent of MPI.
 
 Every rank copies a small bucket into shared memory and reduces it whole: one rendezvous. Of a large
-bucket each rank reduces a slice, in rank order, into a result that all ranks see and read in place;
-`copy_in` moves the contributions there.
+bucket each rank reduces a slice, in rank order, into a result that all ranks see and read in place.
 
 Why the result can be read in place. There are several rows for results. A rank writes to the row of
 call t again in call t + 2 at the earliest, which it enters only after all ranks have met in call
@@ -35,90 +34,6 @@ READ = b"results are read"
 # Reduces this rank's slice over the nodes, in place, before the other ranks of the node see it.
 # Takes the slice and whether it is ready; returns whether it is ready on all nodes.
 Finish = Callable[[np.ndarray, bool], bool]
-
-
-class CopyIn:
-    """Each rank copies the slices that others reduce into shared memory.
-
-    The first other contribution to a slice is written to the memory of its result and reduced in
-    place, the rest to extra rows. For two ranks that is half a copy each, and no rows.
-
-    All slices are copied before any is reduced. Copied and reduced in blocks that stay in cache,
-    they would cross the memory bus less often, but a core would fetch lines that another core has
-    just written, which took up to twice the time in a training step.
-    """
-
-    def __init__(self, node: Node, bucket: Bucket, bounds: Sequence[int], scratch: np.ndarray):
-        self._rank, self._size, self._scratch = node.rank, node.size, scratch
-        self._low = bounds[node.rank]
-        slices = enumerate(itertools.pairwise(bounds))
-        self._others = [
-            (owner, BucketRange(bucket, *ends)) for owner, ends in slices if owner != node.rank
-        ]
-        self._arrays: Sequence[np.ndarray] = ()
-
-    def bind(
-        self,
-        results: Sequence[np.ndarray],
-        rows: Sequence[np.ndarray],
-        chunks: Sequence[BucketRange],
-    ) -> None:
-
-        def target(owner: int, rank: int, turn: int) -> np.ndarray:
-            """Returns the memory to which `rank` copies the slice that `owner` reduces."""
-            others_before = rank - (rank > owner)
-            return results[turn] if others_before == 0 else rows[others_before - 1]
-
-        def others(chunk: BucketRange, turn: int, ranks: Iterable[int]) -> list[np.ndarray]:
-            part = slice(chunk.low, chunk.low + len(chunk))
-            return [target(self._rank, rank, turn)[part] for rank in ranks]
-
-        before, after = range(self._rank), range(self._rank + 1, self._size)
-        # By turn: the slices of other ranks, each with its target; the chunks of this rank, each
-        # with the contributions of lower and of higher ranks.
-        self._copies, self._chunks = [], []
-        for turn, result in enumerate(results):
-            copies = [
-                (target(owner, self._rank, turn)[piece.low : piece.low + len(piece)], piece)
-                for owner, piece in self._others
-            ]
-            parts = [
-                (
-                    result[chunk.low : chunk.low + len(chunk)],
-                    others(chunk, turn, before),
-                    chunk,
-                    others(chunk, turn, after),
-                )
-                for chunk in chunks
-            ]
-            self._copies.append(copies)
-            self._chunks.append(parts)
-
-    def publish(self, arrays: Sequence[np.ndarray], turn: int) -> None:
-        self._arrays = [array if array.ndim == 1 else array.reshape(-1) for array in arrays]
-        for target, piece in self._copies[turn]:
-            piece.pack_into(target, self._arrays)
-
-    def pieces(
-        self, turn: int, out: np.ndarray | None = None, sums: np.ndarray | None = None
-    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-        """Yields the chunks of this rank: the result, and all contributions in rank order.
-
-        The first or second contribution is the memory of the result, which is written after both
-        are read. With `sums` the contributions stay as they are.
-        """
-        arrays, scratch = self._arrays, self._scratch
-        for result, before, chunk, after in self._chunks[turn]:
-            target = result
-            if sums is not None:
-                start = chunk.low - self._low
-                target = sums[start : start + len(chunk)]
-            yield target, [*before, chunk.of(arrays, scratch), *after]
-            if out is not None:
-                out[chunk.low : chunk.low + len(chunk)] = target
-
-    def forget(self) -> None:
-        self._arrays = ()
 
 
 class SliceError(Exception):
@@ -173,7 +88,16 @@ class Full:
 
 
 class Sliced:
-    """Each rank reduces a slice, chunk by chunk, into a result that all ranks see."""
+    """Each rank reduces a slice, chunk by chunk, into a result that all ranks see.
+
+    Each rank copies the slices that others reduce into shared memory. The first other contribution
+    to a slice is written to the memory of its result and reduced in place, the rest to extra rows.
+    For two ranks that is half a copy each, and no rows.
+
+    All slices are copied before any is reduced. Copied and reduced in blocks that stay in cache,
+    they would cross the memory bus less often, but a core would fetch lines that another core has
+    just written, which took up to twice the time in a training step.
+    """
 
     def __init__(self, node: Node, bucket: Bucket, op: ReduceOp, slices: int, results: int):
         self._node, self._bucket, self._op, self._count = node, bucket, op, results
@@ -181,12 +105,17 @@ class Sliced:
         bounds += [bucket.count] * (node.size - slices)
         self._mine = slice(*bounds[node.rank : node.rank + 2])
         self._chunks = _chunks(bucket, self._mine)
+        self._others = [
+            (owner, BucketRange(bucket, *ends))
+            for owner, ends in enumerate(itertools.pairwise(bounds))
+            if owner != node.rank
+        ]
         self.capacity = aligned(max(1, bucket.nbytes), PAGE)
         #: number of elements of the slice of this rank
         self.count = self._mine.stop - self._mine.start
         self._turn = self._chosen = 0
-        scratch = node.scratch(CHUNK_NBYTES).view(bucket.dtype)
-        self._copies = CopyIn(node, bucket, bounds, scratch)
+        self._scratch = node.scratch(CHUNK_NBYTES).view(bucket.dtype)
+        self._arrays: Sequence[np.ndarray] = ()
 
     def region_nbytes(self, size: int, capacity: int) -> int:
         return held_nbytes(size) + (self._count + max(0, size - 2)) * capacity
@@ -194,15 +123,46 @@ class Sliced:
     def bind(self, region: Region) -> None:
         self.region, bucket, node = region, self._bucket, self._node
         self._rows = region.results or region.make_results(self._count, node.rank, node.size)
-        rows = [
+        every = [
             region.row(number, bucket.count, bucket.dtype)
             for number in range(self._rows.count + max(0, node.size - 2))
         ]
-        self._results = rows[: self._rows.count]
-        self._copies.bind(self._results, rows[self._rows.count :], self._chunks)
+        self._results, rows = every[: self._rows.count], every[self._rows.count :]
+
+        def target(owner: int, rank: int, turn: int) -> np.ndarray:
+            """Returns the memory to which `rank` copies the slice that `owner` reduces."""
+            others_before = rank - (rank > owner)
+            return self._results[turn] if others_before == 0 else rows[others_before - 1]
+
+        def others(chunk: BucketRange, turn: int, ranks: Iterable[int]) -> list[np.ndarray]:
+            part = slice(chunk.low, chunk.low + len(chunk))
+            return [target(node.rank, rank, turn)[part] for rank in ranks]
+
+        before, after = range(node.rank), range(node.rank + 1, node.size)
+        # By turn: the slices of other ranks, each with its target; the chunks of this rank, each
+        # with the contributions of lower and of higher ranks.
+        self._copies, self._parts = [], []
+        for turn, result in enumerate(self._results):
+            copies = [
+                (target(owner, node.rank, turn)[piece.low : piece.low + len(piece)], piece)
+                for owner, piece in self._others
+            ]
+            parts = [
+                (
+                    result[chunk.low : chunk.low + len(chunk)],
+                    others(chunk, turn, before),
+                    chunk,
+                    others(chunk, turn, after),
+                )
+                for chunk in self._chunks
+            ]
+            self._copies.append(copies)
+            self._parts.append(parts)
 
     def publish(self, arrays: Sequence[np.ndarray]) -> None:
-        self._copies.publish(arrays, self._rows.next)
+        self._arrays = [array if array.ndim == 1 else array.reshape(-1) for array in arrays]
+        for target, piece in self._copies[self._rows.next]:
+            piece.pack_into(target, self._arrays)
         self._rows.announce()
 
     def lend(self) -> np.ndarray | None:
@@ -222,7 +182,7 @@ class Sliced:
         failure = None
         try:
             with spans.phase("reduce"):
-                reduce_each(self._copies.pieces(turn, out), self._bucket.dtype, self._op)
+                reduce_each(self._pieces(turn, out), self._bucket.dtype, self._op)
         except Exception as error:  # ranks of all nodes wait for this slice
             failure = error
         ready = failure is None
@@ -230,7 +190,7 @@ class Sliced:
             ready = finish(result[self._mine], ready)
         with spans.phase("wait for slices"):
             same = self._node.barrier(DONE if ready else FAILED)
-        self._copies.forget()
+        self._arrays = ()
         if not (ready and same):
             what = "an error on another rank" if failure is None else repr(failure)
             raise SliceError(what) from failure
@@ -247,13 +207,31 @@ class Sliced:
         if not self.count:
             return np.empty(0, dtype), np.empty(0, dtype)
         sums = self._node.scratch(self.count * dtype.itemsize, "sums").view(dtype)
-        reduce_each(self._copies.pieces(self._turn, sums=sums), dtype, self._op)
+        reduce_each(self._pieces(self._turn, sums=sums), dtype, self._op)
         return sums, self._results[self._turn][self._mine]
 
     def take(self) -> np.ndarray:
         """Returns the result, after the ranks have met again: all slices are there."""
-        self._copies.forget()
+        self._arrays = ()
         return self._results[self._rows.follow(self._chosen)]
+
+    def _pieces(
+        self, turn: int, out: np.ndarray | None = None, sums: np.ndarray | None = None
+    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """Yields the chunks of this rank: the result, and all contributions in rank order.
+
+        The first or second contribution is the memory of the result, which is written after both
+        are read. With `sums` the contributions stay as they are.
+        """
+        arrays, scratch = self._arrays, self._scratch
+        for result, before, chunk, after in self._parts[turn]:
+            target = result
+            if sums is not None:
+                start = chunk.low - self._mine.start
+                target = sums[start : start + len(chunk)]
+            yield target, [*before, chunk.of(arrays, scratch), *after]
+            if out is not None:
+                out[chunk.low : chunk.low + len(chunk)] = target
 
 
 #: The shared memory of one bucket: a call is `publish`, a rendezvous and `reduce`.
