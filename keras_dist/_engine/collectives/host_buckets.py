@@ -155,7 +155,8 @@ class HostBuckets:
                 if reduced is not None:
                     return reduced
             arrays = [_dense(array) for array in arrays]
-            self._needs_no_mpi = self.comm.is_one_node and self.memory.is_ready(number)
+            is_ready = self.memory.ready_reduction(number) is not None
+            self._needs_no_mpi = self.comm.is_one_node and is_ready
             reduction = self.memory.reduction(number)
             given, widening = arrays, self.widening(number)
             if widening is not None and self.travels(number, reduction):

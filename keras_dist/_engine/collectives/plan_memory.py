@@ -42,10 +42,6 @@ class OwnMemory:
         buckets = self._cross_node.buckets
         self._results = [ResultMemory(bucket.count, bucket.dtype) for bucket in buckets]
 
-    def is_ready(self, number: int) -> bool:
-        """Returns whether a bucket has shared memory; the same on all ranks."""
-        return self._reductions is not None and number in self._reductions
-
     def reduction(self, number: int) -> BucketReduction | None:
         """Returns the reduction of a bucket, `None` if by MPI; the ranks meet if memory is new."""
         if self._reductions is None:
@@ -53,7 +49,7 @@ class OwnMemory:
         return self.ready_reduction(number)
 
     def ready_reduction(self, number: int) -> BucketReduction | None:
-        """Returns the reduction of a bucket, if it has shared memory. Not collective."""
+        """Returns the reduction of a bucket, if all ranks have its memory. Not collective."""
         return (self._reductions or {}).get(number)
 
     def result(self, number: int) -> np.ndarray:
@@ -96,9 +92,6 @@ class PooledMemory:
 
     def release(self) -> None:
         pass  # the regions are not those of this plan
-
-    def is_ready(self, number: int) -> bool:
-        return number in self._reductions and self._find(number) is not None
 
     def reduction(self, number: int) -> BucketReduction | None:
         if number not in self._reductions:
