@@ -18,7 +18,7 @@ import numpy as np
 from keras_dist._engine.arithmetic import ReduceOp
 from keras_dist._engine.buckets import Bucket
 from keras_dist._engine.collectives.cross_node import CrossNodeReduction
-from keras_dist._engine.compression import Compression, wire_for
+from keras_dist._engine.compression import Compression, Wire
 from keras_dist._engine.mpi import peers
 from keras_dist._engine.mpi.peers import (
     COMPLETE,
@@ -202,7 +202,7 @@ def reduce(world, case):
     part = np.empty(exchanged(case).nbytes // DTYPE.itemsize, DTYPE)
     if case.nbytes and not exchanged(case).travels:
         sums = Silent(ReduceOp.SUM, 1, [[node] for node in range(case.nodes)])
-        wire = wire_for(Compression.none, DTYPE, "")
+        wire = Wire(Compression.none, DTYPE, "")
         reduce_through_mpi(world, part, part, sums, wire, are_slow(case))
         return
     compared, payload = Peers(world), None

@@ -234,11 +234,15 @@ def parse_compression(compression: Any, where: str) -> Compressor:
 
 
 class Wire:
-    """The wire format of numbers of one dtype; each compressed array is checked."""
+    """The wire format of numbers of one dtype; each compressed array is checked.
+
+    Narrow floats, which have few bits, and integers, which must stay exact, are not compressed.
+    """
 
     def __init__(self, compressor: Compressor, original: np.dtype, where: str):
         self._compressor, self._original, self._where = compressor, original, where
-        self.is_plain = compressor is Compression.none
+        is_wide = original.kind == "f" and original.itemsize in (4, 8)
+        self.is_plain = compressor is Compression.none or not is_wide
         self.dtype = original
         if not self.is_plain:
             probe = np.asarray(compressor.compress(np.zeros(3, original)))
@@ -277,9 +281,3 @@ class Wire:
             received,
             "Work element by element; let the dtype depend only on the dtype of the argument.",
         )
-
-
-def wire_for(compressor: Compressor, dtype: np.dtype, where: str) -> Wire:
-    """Returns the wire of a dtype: narrow floats have few bits, and integers must stay exact."""
-    compressed = dtype.kind == "f" and dtype.itemsize in (4, 8)
-    return Wire(compressor if compressed else Compression.none, dtype, where)

@@ -16,7 +16,7 @@ from keras_dist._engine.arithmetic import (
 )
 from keras_dist._engine.buckets import Bucket, Slot, aligned_array, slice_bounds
 from keras_dist._engine.communicator import Communicator
-from keras_dist._engine.compression import Compression, Compressor, Wire, wire_for
+from keras_dist._engine.compression import Compression, Compressor, Wire
 from keras_dist._engine.mpi.peers import MAX_PAYLOAD_NBYTES, Legs, Payload
 from keras_dist._engine.mpi.reduction import SMALL_NBYTES, Combination, reduce_through_mpi
 from keras_dist._engine.mpi.transfer import wait
@@ -204,7 +204,7 @@ class CrossNodeReduction:
             bucket = self.buckets[number]
             compressed = not self._comm.is_one_node and bucket.nbytes > SMALL_NBYTES
             compressor = self._compression if compressed else Compression.none
-            self._wires[number] = wire_for(compressor, dtype, self._comm.where())
+            self._wires[number] = Wire(compressor, dtype, self._comm.where())
         return self._wires[number]
 
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 import keras_dist
 from keras_dist import _engine
 from keras_dist._engine import collectives
-from keras_dist._engine.compression import wire_for
+from keras_dist._engine.compression import Wire
 from keras_dist._engine.mpi import reduction, transfer
 
 pytestmark = pytest.mark.jobs("engine")
@@ -74,7 +74,7 @@ def test_contributions_and_results_are_rounded(
     monkeypatch.setattr(reduction, "SMALL_NBYTES", small_nbytes)
     rng = np.random.default_rng(0)
     everyone = (rng.standard_normal((keras_dist.size(), 10_007)) * 50).astype(dtype)
-    wire = wire_for(_engine.parse_compression(compression, "[here]"), np.dtype(dtype), "[here]")
+    wire = Wire(_engine.parse_compression(compression, "[here]"), np.dtype(dtype), "[here]")
     mine, result = everyone[keras_dist.rank()], np.empty(10_007, dtype)
     sums = reduction.Combination(_engine.ReduceOp.SUM)
     reduction.reduce_through_mpi(MPI.COMM_WORLD, mine, result, sums, wire)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from keras_dist import config, errors
-from keras_dist._engine.compression import Compression, Compressor, parse_compression, wire_for
+from keras_dist._engine.compression import Compression, Compressor, Wire, parse_compression
 
 # Among them the largest of float16, and those above it that are rounded to it or to infinity.
 LARGE = [65504.0, 65519.0, 65520.0, -1e6]
@@ -29,7 +29,7 @@ class Half(Compressor):
 )
 def test_numbers_are_rounded_once(name, narrow, dtype):
     numbers = VALUES.astype(dtype)
-    wire = wire_for(parse_compression(name, "[test]"), numbers.dtype, "[test]")
+    wire = Wire(parse_compression(name, "[test]"), numbers.dtype, "[test]")
     packed = wire.pack(numbers)
     assert wire.dtype == packed.dtype == np.dtype(narrow or dtype)
     with np.errstate(over="ignore"):
@@ -40,7 +40,7 @@ def test_numbers_are_rounded_once(name, narrow, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int32, np.complex64, bool])
 def test_other_dtypes_are_not_compressed(dtype):
-    assert wire_for(Compression.fp16, np.dtype(dtype), "[test]").is_plain
+    assert Wire(Compression.fp16, np.dtype(dtype), "[test]").is_plain
 
 
 def test_compressors_differ_by_name():
@@ -81,4 +81,4 @@ def test_another_compression_is_refused(compression, kind):
 def test_a_wrong_compressor_is_refused(methods, message):
     wrong = type("Wrong", (Half,), methods)()
     with pytest.raises(errors.ArgumentError, match=message):
-        wire_for(wrong, np.dtype(np.float32), "[test]")
+        Wire(wrong, np.dtype(np.float32), "[test]")

@@ -11,7 +11,7 @@ import pytest
 import thread_ranks
 
 from keras_dist._engine.arithmetic import ReduceOp
-from keras_dist._engine.compression import Compression, wire_for
+from keras_dist._engine.compression import Compression, Wire
 from keras_dist._engine.mpi import peers
 from keras_dist._engine.mpi.peers import Payload, Peers
 from keras_dist._engine.mpi.reduction import Combination, reduce_through_mpi
@@ -62,7 +62,7 @@ def messages(monkeypatch):
 def test_nodes_that_reduce_send_what_is_simulated(plans, messages, nodes, nbytes):
     case = plans.Case("star", 25, nodes, nbytes)
     sums = Combination(ReduceOp.SUM, 1, [[node] for node in range(nodes)])
-    wire, exchanged = wire_for(Compression.none, plans.DTYPE, ""), plans.exchanged(case)
+    wire, exchanged = Wire(Compression.none, plans.DTYPE, ""), plans.exchanged(case)
     rows = [np.full(exchanged.nbytes // 4, node, "f4") for node in range(nodes)]
 
     def reduce(world):
