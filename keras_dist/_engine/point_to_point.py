@@ -18,7 +18,7 @@ from keras_dist._engine.collectives.differences import mismatch
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.mpi.digests import HELLO, NAP_SECONDS, SPIN_SECONDS, Hello
 from keras_dist._engine.mpi.library import failed_process
-from keras_dist._engine.mpi.transfer import as_bytes, receive_bytes, send_bytes, wait
+from keras_dist._engine.mpi.transfer import as_bytes, exchange_with, wait
 from keras_dist._engine.shm.wait import PATIENCE_SECONDS, note, waiting
 from keras_dist._engine.signature import CollectiveSignature, Entry, difference
 from keras_dist._engine.tracing import spans
@@ -45,7 +45,7 @@ def send(
     call = CollectiveSignature(SEND, (Entry(name, array.shape, str(array.dtype)),), key=key)
     with _paired(comm, peer, "destination", call):
         _rendezvous(comm, peer, Hello(comm.rank, call, array.dtype))
-        send_bytes(comm.world, as_bytes(array), peer, DATA)
+        exchange_with(comm.world.Isend, as_bytes(array), peer, DATA)
 
 
 def recv(
@@ -61,7 +61,7 @@ def recv(
     with _paired(comm, peer, "source", call):
         sent = _rendezvous(comm, peer, Hello(comm.rank, call))
         array = np.empty(sent.call.entries[0].shape, sent.dtype)
-        receive_bytes(comm.world, array.reshape(-1).view(np.uint8), peer, DATA)
+        exchange_with(comm.world.Irecv, array.reshape(-1).view(np.uint8), peer, DATA)
     return array
 
 

@@ -8,7 +8,7 @@ import io
 import itertools
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,18 +108,11 @@ def alltoall_parts(world: Any, payload: np.ndarray, result: np.ndarray, table: n
             wait(request)
 
 
-def send_bytes(world: Any, payload: np.ndarray, peer: int, tag: int) -> None:
-    """Sends bytes to a rank that calls `receive_bytes` for as many; blocks."""
-    with spans.phase("transfer"):
-        for chunk in _chunks(payload):
-            wait(world.Isend(chunk, peer, tag))
-
-
-def receive_bytes(world: Any, buffer: np.ndarray, peer: int, tag: int) -> None:
-    """Fills a buffer with bytes from a rank that calls `send_bytes`; blocks."""
+def exchange_with(start: Callable[..., Any], buffer: np.ndarray, peer: int, tag: int) -> None:
+    """Sends or receives bytes, by `Isend` or `Irecv` as `start`; blocks until the other does."""
     with spans.phase("transfer"):
         for chunk in _chunks(buffer):
-            wait(world.Irecv(chunk, peer, tag))
+            wait(start(chunk, peer, tag))
 
 
 def _chunks(buffer: np.ndarray) -> Iterator[np.ndarray]:

@@ -76,15 +76,11 @@ class Full:
 
     def reduce_published(self, result: np.ndarray) -> None:
         """Reduces what the ranks have published into an array; the same again until `next_turn`."""
-        reduce_into(result, iter(self._published), self._op)
+        reduce_into(result, iter(self.contributions[self.region.turn ^ 1]), self._op)
 
     def next_turn(self) -> None:
         """Ends the call, after the rendezvous: the turns of the ranks stay equal."""
         self.region.turn ^= 1
-
-    @property
-    def _published(self) -> list[np.ndarray]:
-        return self.contributions[self.region.turn ^ 1]
 
 
 class Sliced:
