@@ -24,7 +24,7 @@ from keras_dist._engine.gradient_compression import GradientCompression
 from keras_dist._engine.gradient_sets import Form, GradientSet, UnlikeGradients
 from keras_dist._engine.mpi import library
 from keras_dist._engine.mpi_file import File
-from keras_dist._engine.nccl.path import GpuPath, RankGpu, path_of, set_gpus
+from keras_dist._engine.nccl.path import GpuPath, path_of, set_gpus
 from keras_dist._engine.ordering.order import set_completion
 from keras_dist._engine.ordering.ticket import Handle
 from keras_dist._engine.point_to_point import clock_offset

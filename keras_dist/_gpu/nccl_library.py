@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import functools
+import os
 from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
 
 import numpy as np
@@ -198,6 +199,7 @@ class GpuFacts:
     version: int = 0
     path: str = ""
     reason: str = "it has no GPU"
+    node: str = dataclasses.field(default_factory=lambda: os.uname().nodename)
 
 
 def facts_of(device: int | None) -> GpuFacts:

@@ -48,9 +48,9 @@ def _gpus(comm: _engine.Communicator) -> dict[str, Any]:
     runtime = _gpu.load_runtime()
     count = 0 if runtime is None else runtime.count()
     facts = _gpu.facts_of(comm.topology.local_rank % count if count else None)
-    gpus = _engine.collectives.allgather_object(comm, _engine.RankGpu(os.uname().nodename, facts))
+    gpus = _engine.collectives.allgather_object(comm, facts)
     _engine.set_gpus(comm, gpus, "auto", os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
-    ranks = [f"{gpu.facts.bus_id} of {gpu.node}" if gpu.facts.bus_id else "" for gpu in gpus]
+    ranks = [f"{gpu.bus_id} of {gpu.node}" if gpu.bus_id else "" for gpu in gpus]
     return {"ranks": ranks, "path": str(_engine.path_of(comm))}
 
 

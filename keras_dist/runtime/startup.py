@@ -94,7 +94,7 @@ def take_device(comm: _engine.Communicator) -> None:
 def _split_gpus(comm: _engine.Communicator, backends: Sequence[Any]) -> None:
     """Tells all ranks the GPU of each, by which they choose the path of its arrays. Collective."""
     numbers = [number for backend in backends if (number := backend.gpu_number()) is not None]
-    mine = _engine.RankGpu(os.uname().nodename, _gpu.facts_of(numbers[0] if numbers else None))
+    mine = _gpu.facts_of(numbers[0] if numbers else None)
     shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     gpus, every = zip(*_engine.collectives.allgather_object(comm, (mine, shares)), strict=True)
     _engine.set_gpus(comm, gpus, config.settings().gpu, all(every))

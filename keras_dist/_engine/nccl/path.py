@@ -23,14 +23,6 @@ _log = logging.getLogger("keras_dist")
 
 
 @dataclasses.dataclass(frozen=True)
-class RankGpu:
-    """The GPU of a rank."""
-
-    node: str
-    facts: GpuFacts
-
-
-@dataclasses.dataclass(frozen=True)
 class GpuPath:
     """The path of arrays in GPU memory."""
 
@@ -43,14 +35,14 @@ class GpuPath:
 
 
 def choose_path(
-    setting: str, gpus: Sequence[RankGpu], ranks: Sequence[int], shares: bool
+    setting: str, gpus: Sequence[GpuFacts], ranks: Sequence[int], shares: bool
 ) -> GpuPath:
     """Returns the path of arrays of some ranks."""
     if setting == "host":
         return GpuPath(False, "KERAS_DIST_GPU=host")
     reason = _reason(gpus, ranks, shares)
     if reason is None:
-        version = version_text(gpus[0].facts.version)
+        version = version_text(gpus[0].version)
         return GpuPath(True, f"version {version}, {len(gpus)} ranks")
     if setting == "nccl":
         raise errors.LaunchError(
@@ -63,22 +55,22 @@ def choose_path(
     return GpuPath(False, reason)
 
 
-def _reason(gpus: Sequence[RankGpu], ranks: Sequence[int], shares: bool) -> str | None:
+def _reason(gpus: Sequence[GpuFacts], ranks: Sequence[int], shares: bool) -> str | None:
     for rank, gpu in zip(ranks, gpus, strict=True):
-        if gpu.facts.reason:
-            return f"rank {rank}: {gpu.facts.reason}"
-    first, users = gpus[0].facts, dict[tuple[str, str], int]()
+        if gpu.reason:
+            return f"rank {rank}: {gpu.reason}"
+    first, users = gpus[0], dict[tuple[str, str], int]()
     for rank, gpu in zip(ranks, gpus, strict=True):
-        if gpu.facts.version != first.version:
-            versions = version_text(gpu.facts.version), version_text(first.version)
+        if gpu.version != first.version:
+            versions = version_text(gpu.version), version_text(first.version)
             return f"rank {rank} has NCCL {versions[0]}, rank {ranks[0]} {versions[1]}"
-        other = users.setdefault((gpu.node, gpu.facts.bus_id), rank)
+        other = users.setdefault((gpu.node, gpu.bus_id), rank)
         if other != rank and not shares:
-            return f"ranks {other} and {rank} share GPU {gpu.facts.bus_id} of {gpu.node}"
+            return f"ranks {other} and {rank} share GPU {gpu.bus_id} of {gpu.node}"
     return None
 
 
-def set_gpus(comm: "Communicator", gpus: Sequence[RankGpu], setting: str, shares: bool) -> None:
+def set_gpus(comm: "Communicator", gpus: Sequence[GpuFacts], setting: str, shares: bool) -> None:
     """Sets the GPUs of all ranks of a job."""
     comm.gpus, comm.gpu_options = tuple(gpus), (setting, shares)
     # At once: after the death of a rank, the others are renumbered.

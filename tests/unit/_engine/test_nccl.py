@@ -20,7 +20,7 @@ OP = _engine.ReduceOp
 
 
 def rank_gpu(bus_id="0", node="n1", version=22304, reason=""):
-    return _engine.RankGpu(node, _gpu.GpuFacts(bus_id, version, "/lib/libnccl.so.2", reason))
+    return _gpu.GpuFacts(bus_id, version, "/lib/libnccl.so.2", reason, node)
 
 
 # --- The path
