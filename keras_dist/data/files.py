@@ -56,10 +56,8 @@ class FileIndex:
         visible: bool = True,
     ):
         self.paths, self.options, self.own = paths, options, own
-        if unreadable not in get_args(Unreadable):
-            choices = " or ".join(map(repr, get_args(Unreadable)))
-            remedy = "'raise' reports the file as an error, 'skip' skips it with a message."
-            raise options.argument_error(f"unreadable to be {choices}", repr(unreadable), remedy)
+        remedy = "'raise' reports the file as an error, 'skip' skips it with a message."
+        options.check_choice("unreadable", unreadable, get_args(Unreadable), remedy)
         self._unreadable = unreadable
         self.facts = [*facts, Fact("unreadable", unreadable), *options.facts()]
         begin, stride = (0, 1) if own else (options.rank, options.size)

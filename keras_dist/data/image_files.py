@@ -145,9 +145,7 @@ class ImageFiles:
         if len(image_size) != 2 or not all(type(n) is int and n > 0 for n in image_size):
             expected = "image_size to be height and width in pixels"
             raise options.argument_error(expected, repr(image_size), remedy)
-        if color_mode not in get_args(ColorMode):
-            expected = f"color_mode to be one of {', '.join(map(repr, get_args(ColorMode)))}"
-            raise options.argument_error(expected, repr(color_mode), remedy)
+        options.check_choice("color_mode", color_mode, get_args(ColorMode), remedy)
         self._size, self._mode = image_size, PILLOW_MODE[color_mode]
         self._unreadable = unreadable
         self._labels = labels
@@ -249,10 +247,7 @@ def listed(
     options: ShardOptions,
 ) -> Images:
     """Lists the images of a directory or of a DataFrame."""
-    if mode not in (None, *get_args(LabelMode)):
-        choices = ", ".join(map(repr, (*get_args(LabelMode), None)))
-        expected, remedy = f"label_mode to be one of {choices}", "See image_dataset()."
-        raise options.argument_error(expected, repr(mode), remedy)
+    options.check_choice("label_mode", mode, (*get_args(LabelMode), None), "See image_dataset().")
     if isinstance(images, str | os.PathLike):
         found = _of_directory(Path(images), mode, options)
     elif hasattr(images, "columns"):

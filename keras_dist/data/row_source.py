@@ -53,10 +53,13 @@ class ReadMethod:
                 "'collective', which has been removed",
                 "Pass mpi_io='independent', so that each rank reads its rows, or readers.",
             )
-        self._check_choice("mpi_io", (None, *get_args(MpiIo)), options)
-        self._check_choice("unreadable", get_args(Unreadable), options)
-        self._check_count("block", None, options)
-        self._check_count("readers", options.size, options)
+        remedy = "See hdf5() for what each does."
+        options.check_choice("mpi_io", self.mpi_io, (None, *get_args(MpiIo)), remedy)
+        options.check_choice("unreadable", self.unreadable, get_args(Unreadable), remedy)
+        options.count("block", self.block)
+        if (options.count("readers", self.readers) or 1) > options.size:
+            expected = f"readers to be 1 to {options.size}, the number of ranks"
+            raise options.argument_error(expected, str(self.readers), "Omit it.")
         if self.readers is not None and self.mpi_io is not None:
             expected, received, remedy = "readers or mpi_io, not both", "both", "Omit one of them."
             raise options.argument_error(expected, received, remedy)
@@ -65,24 +68,6 @@ class ReadMethod:
             remedy = "Omit readers, so that each rank reads its rows."
             received = f"readers={self.readers}"
             raise options.argument_error(expected, received, remedy)
-
-    def _check_choice(self, name: str, choices: Sequence[object], options: ShardOptions) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            expected = f"{name} to be one of {', '.join(map(repr, choices))}"
-            remedy = "See hdf5() for what each does."
-            raise options.argument_error(expected, repr(value), remedy)
-
-    def _check_count(self, name: str, most: int | None, options: ShardOptions) -> None:
-        value = getattr(self, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise options.wrong_kind(f"{name} to be a whole number", value)
-        if value < 1 or (most is not None and value > most):
-            limits = f"1 to {most}, the number of ranks" if most else "at least 1"
-            expected = f"{name} to be {limits}"
-            raise options.argument_error(expected, str(value), "Omit it.")
 
 
 class RowSource:

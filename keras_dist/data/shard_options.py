@@ -60,8 +60,8 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "shuffle_buffer", "global_batch_size"):
-            self._set(name, self._count(name, least=1, optional=True))
-        self._set("seed", self._count("seed", least=0, optional=False))
+            self._set(name, self.count(name, getattr(self, name)))
+        self._set("seed", self.count("seed", self.seed, least=0, optional=False))
         if self.shuffle not in (None, "global") and not isinstance(self.shuffle, bool):
             raise self.wrong_kind("shuffle to be True, False or 'global'", self.shuffle)
         if self.batched is not None and not isinstance(self.batched, bool):
@@ -70,13 +70,8 @@ class ShardOptions:
             raise self.wrong_kind(
                 "reader to be a function from file names to a tf.data.Dataset", self.reader
             )
-        if self.remainder not in get_args(Remainder):
-            choices = ", ".join(map(repr, get_args(Remainder)))
-            raise self.argument_error(
-                f"remainder to be one of {choices}",
-                repr(self.remainder),
-                "See shard() for what each does if samples do not divide evenly.",
-            )
+        remedy = "See shard() for what each does if samples do not divide evenly."
+        self.check_choice("remainder", self.remainder, get_args(Remainder), remedy)
         if self.global_batch_size is not None:
             self._set("batch_size", self._portion_of_batch(self.global_batch_size))
 
@@ -199,8 +194,16 @@ class ShardOptions:
                 "Lower steps or leave it out; use more data or a smaller batch.",
             )
 
-    def _count(self, name: str, least: int, optional: bool) -> int | None:
-        value = getattr(self, name)
+    def check_choice(
+        self, name: str, value: object, choices: Sequence[object], remedy: str
+    ) -> None:
+        """Checks that an argument has one of a few values."""
+        if value not in choices:
+            expected = f"{name} to be one of {', '.join(map(repr, choices))}"
+            raise self.argument_error(expected, repr(value), remedy)
+
+    def count(self, name: str, value: Any, least: int = 1, optional: bool = True) -> int | None:
+        """Returns an argument that is a whole number, as an `int`; raises if it is none."""
         if value is None and optional:
             return None
         try:
