@@ -43,30 +43,32 @@ class Found:
 
 
 class FileIndex:
-    """Files, each inspected by one rank."""
+    """Files, each inspected by one rank, or by those of which `mine` has it."""
 
     def __init__(
         self,
-        look: Callable[[str], Found],
+        look: Callable[[str], Any],
         paths: Sequence[str],
         options: ShardOptions,
         unreadable: Unreadable,
         facts: Sequence[Fact],
         own: bool = False,
         visible: bool = True,
+        mine: slice | None = None,
     ):
         self.paths, self.options, self.own = paths, options, own
         remedy = "'raise' reports the file as an error, 'skip' skips it with a message."
         options.check_choice("unreadable", unreadable, get_args(Unreadable), remedy)
         self._unreadable = unreadable
         self.facts = [*facts, Fact("unreadable", unreadable), *options.facts()]
-        begin, stride = (0, 1) if own else (options.rank, options.size)
-        found = [self._attempt(look, path) for path in paths[begin::stride]]
+        if mine is None:
+            mine = slice(None) if own else slice(options.rank, None, options.size)
+        found = [self._attempt(look, path) for path in paths[mine]]
         opened = [self._attempt(_open, path) for path in paths] if visible else []
         missing = {n: reason for n, reason in enumerate(opened) if isinstance(reason, str)}
         self.held: Any = found, missing
 
-    def found(self, held: Sequence[Any]) -> list[dict[int, Found]]:
+    def found(self, held: Sequence[Any]) -> list[dict[int, Any]]:
         """Returns the contents of readable files by number: once, or with `own` for each rank."""
         by_rank = self._merged(held)
         everything = [each for found in by_rank for each in found.values()]
@@ -78,21 +80,21 @@ class FileIndex:
             more = f" And {len(bad) - NAMED} more." if len(bad) > NAMED else ""
             names = " ".join(bad[:NAMED])
             runtime.notify(f"keras_dist skips {len(bad)} files that cannot be read: {names}{more}")
-        good = [{n: f for n, f in found.items() if isinstance(f, Found)} for found in by_rank]
+        good = [{n: f for n, f in found.items() if not isinstance(f, str)} for found in by_rank]
         self._compare([(n, f) for found in good for n, f in found.items()])
         return good
 
-    def _merged(self, held: Sequence[Any]) -> list[dict[int, Found | str]]:
+    def _merged(self, held: Sequence[Any]) -> list[dict[int, Any]]:
         if self.own:
             return [dict(enumerate(found)) for found, _ in held]
-        merged: dict[int, Found | str] = {}
+        merged: dict[int, Any] = {}
         for rank, (found, _) in enumerate(held):
             merged |= {number * len(held) + rank: each for number, each in enumerate(found)}
         for _, missing in held:
             merged |= missing
         return [dict(sorted(merged.items()))]
 
-    def _compare(self, good: Sequence[tuple[int, Found]]) -> None:
+    def _compare(self, good: Sequence[tuple[int, Any]]) -> None:
         number, first = good[0]
         for other, each in good:
             if each.layout != first.layout:

@@ -9,7 +9,7 @@ from keras_dist.data.files import Paths, Unreadable
 from keras_dist.data.nested import leaves
 from keras_dist.data.partition import Remainder, Shuffle
 from keras_dist.data.readers import RowSegment, segment_of_npy, segments_of_hdf5
-from keras_dist.data.row_source import MpiIo, ReadMethod, RowSource
+from keras_dist.data.row_source import MpiIo, RowSource
 from keras_dist.data.shard_options import ShardOptions
 
 
@@ -87,10 +87,10 @@ def hdf5(
 
     def make_source() -> RowSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        method = ReadMethod(block, mpi_io, readers, unreadable)
         paths = [files] if isinstance(files, str | PathLike) else list(files)
         names = x if y is None else (x, y)
-        return RowSource(segments_of_hdf5, paths, names, method, options)
+        how = block, mpi_io, readers, unreadable
+        return RowSource(segments_of_hdf5, paths, names, options, *how)
 
     return consistency.prepare(make_source)
 
@@ -140,13 +140,12 @@ def npy(
 
     def make_source() -> RowSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        method = ReadMethod(block, mpi_io, readers)
         data = x if y is None else (x, y)
         paths = [path for _, path in leaves(data, "data")]
 
         def look(_: str, names: Sequence[str]) -> list[RowSegment]:
             return [segment_of_npy(name) for name in names]
 
-        return RowSource(look, paths[:1], data, method, options)
+        return RowSource(look, paths[:1], data, options, block, mpi_io, readers)
 
     return consistency.prepare(make_source)

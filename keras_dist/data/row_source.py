@@ -19,7 +19,7 @@ from keras_dist.data.blocks import (
     ordered_blocks,
 )
 from keras_dist.data.epochs import kind_of
-from keras_dist.data.files import Unreadable
+from keras_dist.data.files import FileIndex, Unreadable
 from keras_dist.data.indexed import for_keras
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import Plan
@@ -36,88 +36,66 @@ SAME_FILES = "Copy the same files to all nodes."
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadMethod:
-    """How rows are read: arguments of `hdf5` and `npy`."""
+class RowFile:
+    """The data sets of a file."""
 
-    block: int | None
-    mpi_io: MpiIo | None
-    readers: int | None
-    unreadable: Unreadable = "raise"
+    segments: Sequence[RowSegment]
 
-    def check(self, options: ShardOptions) -> None:
-        """Raises if an argument is invalid."""
-        removed: object = self.mpi_io
-        if removed == "collective":
-            raise options.argument_error(
-                "mpi_io to be None or 'independent'",
-                "'collective', which has been removed",
-                "Pass mpi_io='independent', so that each rank reads its rows, or readers.",
-            )
-        remedy = "See hdf5() for what each does."
-        options.check_choice("mpi_io", self.mpi_io, (None, *get_args(MpiIo)), remedy)
-        options.check_choice("unreadable", self.unreadable, get_args(Unreadable), remedy)
-        options.count("block", self.block)
-        if (options.count("readers", self.readers) or 1) > options.size:
-            expected = f"readers to be 1 to {options.size}, the number of ranks"
-            raise options.argument_error(expected, str(self.readers), "Omit it.")
-        if self.readers is not None and self.mpi_io is not None:
-            expected, received, remedy = "readers or mpi_io, not both", "both", "Omit one of them."
-            raise options.argument_error(expected, received, remedy)
-        if self.readers is not None and options.may_shrink:
-            expected = "no rank that reads for others, as the others may go on without it"
-            remedy = "Omit readers, so that each rank reads its rows."
-            received = f"readers={self.readers}"
-            raise options.argument_error(expected, received, remedy)
+    @property
+    def layout(self) -> list[tuple[Any, ...]]:
+        """Name, dtype and row shape of each data set, as in all files."""
+        return [(each.name, each.dtype, each.shape) for each in self.segments]
 
 
-class RowSource:
-    """Data sets in files of which each rank reads its rows."""
+class RowSource(FileIndex):
+    """Data sets in files of which each rank reads its rows; ranks that read inspect all files."""
 
     def __init__(
         self,
         look: Look,
         files: Sequence[Any],
         data: Any,
-        method: ReadMethod,
         options: ShardOptions,
+        block: int | None,
+        mpi_io: MpiIo | None,
+        readers: int | None,
+        unreadable: Unreadable = "raise",
     ):
-        method.check(options)
+        _check_reading(block, mpi_io, readers, options)
         named = list(leaves(data, "data"))
         for label, name in [*named, *((f"file {n}", file) for n, file in enumerate(files))]:
             if not isinstance(name, str | os.PathLike):
                 raise options.wrong_kind(f"{label} to be a name", name)
         if not named or not files:
             raise options.data_error("files and names of data sets", "none", SAME)
-        names = [os.fspath(name) for _, name in named]
-        self._paths = [os.fspath(file) for file in files]
-        self._data, self._method, self._options = data, method, options
+        names, paths = [os.fspath(name) for _, name in named], list(map(os.fspath, files))
+        self._data, self._block, self._mpi_io = data, block, mpi_io
         # The rank that reads for each rank: the first of its group.
-        groups = [n * (method.readers or options.size) // options.size for n in range(options.size)]
+        groups = [n * (readers or options.size) // options.size for n in range(options.size)]
         self._readers = [groups.index(group) for group in groups]
-        basenames = "\n".join(PurePath(path).name for path in self._paths)
+        basenames = "\n".join(PurePath(path).name for path in paths)
         digest = hashlib.blake2b(basenames.encode(), digest_size=8).hexdigest()
-        self.facts = [
-            Fact("the number of files", len(files), SAME),
+        facts = [
+            Fact("the number of files", len(paths), SAME),
             Fact("the digest of the file names, in order,", digest, SAME),
             Fact("the names of the data sets", [PurePath(n).name for n in names], SAME),
-            *(Fact(name, value) for name, value in vars(method).items()),
-            *options.facts(),
+            Fact("block", block),
+            Fact("mpi_io", mpi_io),
+            Fact("readers", readers),
         ]
-        self.held: Any = None
-        if self._readers[options.rank] == options.rank:
-            self.held = [self._attempt(look, path, names) for path in self._paths]
-
-    def _attempt(self, look: Look, path: str, names: Sequence[str]) -> list[RowSegment] | str:
-        try:
-            return look(path, names)
-        except errors.DataError as failure:
-            if self._method.unreadable == "raise":
-                raise
-            return str(failure)
+        super().__init__(
+            lambda path: RowFile(look(path, names)),
+            paths,
+            options,
+            unreadable,
+            facts,
+            visible=False,
+            mine=slice(None if self._readers[options.rank] == options.rank else 0),
+        )
 
     def part(self, held: Sequence[Any]) -> Any:
         """Returns this rank's batches, from `held` of the ranks with access. Collective: all."""
-        options = self._options
+        options = self.options
         columns = self._columns(held)
         total = columns[0].shape[0]
         batch_size = options.batch_size or 1
@@ -139,7 +117,7 @@ class RowSource:
 
     def _share_of(self, columns: Sequence[Column]) -> Callable[[Plan, int], BlockShard]:
         """Returns the function that cuts the rows of an epoch into blocks for a plan."""
-        options, method = self._options, self._method
+        options = self.options
         total = columns[0].shape[0]
         # Aligned with the chunks of the largest rows, which are the most expensive to read twice.
         widest = max(columns, key=lambda column: column.segments[0].row_nbytes)
@@ -149,7 +127,7 @@ class RowSource:
         batch_size = options.batch_size or 1
         # Rows of a window.
         per_step = batch_size * options.size if options.way == "global" else batch_size
-        rows = method.block or block_length(total, nbytes, per_step, align, BLOCK_NBYTES)
+        rows = self._block or block_length(total, nbytes, per_step, align, BLOCK_NBYTES)
         block = -(-rows // align) * align
 
         def share_of(plan: Plan, epoch: int) -> BlockShard:
@@ -159,68 +137,76 @@ class RowSource:
         return share_of
 
     def _columns(self, held: Sequence[Any]) -> list[Column]:
-        """Returns the columns as this rank reads them."""
-        indexes = {rank: index for rank, index in enumerate(held) if index is not None}
-        bad = {
-            number: found
-            for index in indexes.values()
-            for number, found in enumerate(index)
-            if isinstance(found, str)
-        }
-        good = [number for number in range(len(self._paths)) if number not in bad]
-        if bad:
-            reasons = "; ".join(bad.values())
-            if not good:
-                raise self._options.data_error("a readable file", reasons, "Check these files.")
-            runtime.notify(
-                f"keras_dist skips {len(bad)} of {len(self._paths)} files that cannot be read: "
-                f"{reasons}"
-            )
-        first = next(iter(indexes.values()))
-        for rank, index in indexes.items():
-            for number in good:
-                _compare(first[number], index[number], rank, self._options.size)
-        self._compare_files([first[number] for number in good])
-        mine = indexes.get(self._options.rank, first)
-        columns = [Column(segments) for segments in zip(*(mine[n] for n in good), strict=True)]
+        """Returns the columns as this rank reads them, or those that it is sent."""
+        (good,) = self.found(held)
+        mine, _ = held[self.options.rank]
+        files = [mine[number] if mine else found for number, found in good.items()]
+        columns = [Column(s) for s in zip(*(file.segments for file in files), strict=True)]
         if len({column.shape[0] for column in columns}) > 1:
             lengths = ", ".join(f"{c.segments[0].path} {c.shape[0]}" for c in columns)
-            raise self._options.data_error(
+            raise self.options.data_error(
                 "files of equal length", lengths, "Cut them to the same length."
             )
         return columns
 
-    def _compare_files(self, files: Sequence[Sequence[RowSegment]]) -> None:
-        for file in files:
-            for first, other in zip(files[0], file, strict=True):
-                if (first.dtype, first.shape) != (other.dtype, other.shape):
-                    raise self._options.data_error(
-                        f"rows of {other.name!r} in {other.path} to be as in {first.path}",
-                        f"{_describe(other)} instead of {_describe(first)}",
-                        "Convert them to one dtype and shape.",
-                    )
+    def _merged(self, held: Sequence[Any]) -> list[dict[int, Any]]:
+        """Returns each file as the first rank that reads has found it, the same as all others."""
+        merged: dict[int, Any] = {}
+        for number in range(len(self.paths)):
+            found = {rank: files[number] for rank, (files, _) in enumerate(held) if files}
+            bad = [each for each in found.values() if isinstance(each, str)]
+            first = next(iter(found.values()))
+            for rank, each in () if bad else found.items():
+                _compare(first.segments, each.segments, rank, self.options.size)
+            merged[number] = bad[0] if bad else first
+        return [merged]
 
     def _scatters(self) -> bool:
         """Returns whether some ranks read for others."""
-        return self._readers != list(range(self._options.size))
+        return self._readers != list(range(self.options.size))
 
     def _reader(self, columns: Sequence[Column]) -> FileReader | ScatteringReader:
         if self._scatters():
             return ScatteringReader(columns, self._readers)
-        if self._method.mpi_io is None:
+        if self._mpi_io is None:
             return FileReader(columns)
         for column in columns:
             for segment in column.segments:
                 if segment.offset is None:
                     expected = f"a contiguous layout of {segment.name!r} in {segment.path}"
                     remedy = "Omit mpi_io, or write it without chunks and compression."
-                    raise self._options.data_error(
+                    raise self.options.data_error(
                         expected, "chunks, a virtual data set or no data", remedy
                     )
         comm = runtime.communicator()
         if comm.mpi is None:
             return FileReader(columns)
         return FileReader(columns, functools.partial(_engine.File, comm))
+
+
+def _check_reading(
+    block: object, mpi_io: object, readers: int | None, options: ShardOptions
+) -> None:
+    """Raises if an argument that says how rows are read is invalid."""
+    if mpi_io == "collective":
+        raise options.argument_error(
+            "mpi_io to be None or 'independent'",
+            "'collective', which has been removed",
+            "Pass mpi_io='independent', so that each rank reads its rows, or readers.",
+        )
+    choices = (None, *get_args(MpiIo))
+    options.check_choice("mpi_io", mpi_io, choices, "See hdf5() for what each does.")
+    options.count("block", block)
+    if (options.count("readers", readers) or 1) > options.size:
+        expected = f"readers to be 1 to {options.size}, the number of ranks"
+        raise options.argument_error(expected, str(readers), "Omit it.")
+    if readers is not None and mpi_io is not None:
+        expected, received, remedy = "readers or mpi_io, not both", "both", "Omit one of them."
+        raise options.argument_error(expected, received, remedy)
+    if readers is not None and options.may_shrink:
+        expected = "no rank that reads for others, as the others may go on without it"
+        remedy = "Omit readers, so that each rank reads its rows."
+        raise options.argument_error(expected, f"readers={readers}", remedy)
 
 
 def _compare(
@@ -232,11 +218,7 @@ def _compare(
             raise errors.MismatchError(
                 f"[rank {rank} of {size}]",
                 f"{first.name or 'rows'!r} in {other.path} to have {first.length} rows of "
-                f"{_describe(first)}, as on the first rank that reads",
-                f"{other.length} rows of {_describe(other)}",
+                f"{np.dtype(first.dtype)} {first.shape}, as on the first rank that reads",
+                f"{other.length} rows of {np.dtype(other.dtype)} {other.shape}",
                 SAME_FILES,
             )
-
-
-def _describe(segment: RowSegment) -> str:
-    return f"{np.dtype(segment.dtype)} {segment.shape}"

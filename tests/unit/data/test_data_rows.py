@@ -137,8 +137,8 @@ def test_bad_files(folder, caplog):
         hdf5(parts, "x", "y")
     data = hdf5(parts, "x", "y", unreadable="skip")
     assert sum(len(y) for _, y in epoch(data)) == ROWS - 10
-    assert "skips 2 of 4 files" in caplog.text and "part3.h5" in caplog.text
-    with pytest.raises(errors.DataError, match="a readable file"):
+    assert "skips 2 files" in caplog.text and "part3.h5" in caplog.text
+    with pytest.raises(errors.DataError, match="readable files"):
         hdf5(parts[1:2], "x", "y", unreadable="skip")
     for name in ("short", "objects"):
         with pytest.raises(errors.DataError, match=f"{name}.npy to be readable"):
