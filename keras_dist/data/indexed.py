@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from keras_dist.data.epochs import Epochs, kind_of
-from keras_dist.data.partition import Plan, PlanFor, Spread, order_of
+from keras_dist.data.partition import Plan, PlanFor, order_of
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 DEFAULT_BATCH_SIZE = 32
@@ -62,7 +62,7 @@ class Batches:
     def __init__(
         self,
         example: Any,
-        plan: Plan | Spread,
+        plan: Plan,
         kind: str,
         global_batch: int | None,
         plan_for: PlanFor | None,
@@ -83,10 +83,7 @@ class Batches:
 
     def reshard(self, rank: int, size: int) -> None:
         """Distributes the data over other ranks, from the next epoch on."""
-        plan = self.plan
-        if self._plan_among is None or not isinstance(plan, Plan):
-            return
-        if (rank, size) != (plan.rank, plan.size):
+        if self._plan_among is not None and (rank, size) != (self.plan.rank, self.plan.size):
             with self._lock:
                 self.plan = self._plan_among(rank, size)
                 self.epochs.shapes = None  # batches have other sizes
@@ -104,7 +101,7 @@ class IndexedBatches(Batches):
         self,
         example: Any,
         take: Any,
-        plan: Plan | Spread,
+        plan: Plan,
         order: Callable[[Any, int], np.ndarray],
         kind: str,
         global_batch: int | None = None,

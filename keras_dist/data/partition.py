@@ -4,8 +4,6 @@ Callers have checked that there is at least one sample for every rank.
 """
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -49,7 +47,7 @@ class Plan:
         """Returns the plan that ends after its first `steps` batches."""
         if steps == self.steps:
             return self
-        return dataclasses.replace(self, steps=steps, count=steps * self.batch_size)
+        return dataclasses.replace(self, steps=steps, count=self.bounds(steps)[0])
 
     def order(self, seed: int | None, epoch: int) -> np.ndarray:
         """Returns the indices of the samples of an epoch in order: int64 of shape `(count,)`."""
@@ -114,48 +112,34 @@ def order_of(way: Way | None, seed: int, total: int, plan: Plan, epoch: int) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
-    """The batches of a rank, where ranks have different numbers of elements."""
+class Spread(Plan):
+    """A plan of which the first `larger` batches have one element more than `batch_size`."""
 
-    count: int
-    sizes: tuple[int, ...]
-
-    @property
-    def steps(self) -> int:
-        """Number of batches in an epoch."""
-        return len(self.sizes)
+    larger: int
 
     def bounds(self, step: int) -> tuple[int, int]:
-        """Returns the first position and the end of batch `step`, see `Plan`."""
-        return self._ends[step] - self.sizes[step], self._ends[step]
-
-    @functools.cached_property
-    def _ends(self) -> list[int]:
-        return list(itertools.accumulate(self.sizes))
-
-    def limited(self, steps: int) -> "Spread":
-        """Returns the plan that ends after its first `steps` batches."""
-        return Spread(sum(self.sizes[:steps]), self.sizes[:steps])
+        start = step * self.batch_size + min(step, self.larger)
+        return start, start + self.batch_size + (step < self.larger)
 
 
 def plan_spread(
     counts: Sequence[int], rank: int, batch_size: int, remainder: Remainder
-) -> Spread | None:
-    """Returns the batches of a rank; `None` if a rank has fewer elements than there are steps."""
-    fewest, most = min(counts), max(counts)
+) -> Plan | None:
+    """Returns the plan of a rank; `None` if a rank has fewer elements than there are steps."""
+    fewest, most, size, held = min(counts), max(counts), len(counts), counts[rank]
     if fewest == 0:
         return None
     if remainder == "drop":
         batch_size = min(batch_size, fewest)
         steps = fewest // batch_size
-        return Spread(steps * batch_size, (batch_size,) * steps)
+        return Plan(rank, size, held, steps * batch_size, steps, batch_size)
     steps = -(-most // batch_size)
     if remainder == "pad":
-        return Spread(most, (batch_size,) * (steps - 1) + (most - (steps - 1) * batch_size,))
+        return Plan(rank, size, held, most, steps, batch_size)
     if fewest < steps:
         return None
-    small, larger = divmod(counts[rank], steps)
-    return Spread(counts[rank], (small + 1,) * larger + (small,) * (steps - larger))
+    small, larger = divmod(held, steps)
+    return Spread(rank, size, held, held, steps, small, larger)
 
 
 # --- Batches, in turn

@@ -15,7 +15,6 @@ from keras_dist.data.partition import (
     PlanFor,
     Remainder,
     Shuffle,
-    Spread,
     Way,
     plan_after_change,
     plan_samples,
@@ -127,10 +126,10 @@ class ShardOptions:
 
         return plan_for
 
-    def spread(self, counts: Sequence[int], batch_size: int) -> Spread:
-        """Returns the batches of this rank of files, from the number of elements of each rank."""
-        spread = plan_spread(counts, self.rank, batch_size, self.remainder)
-        if spread is None:
+    def spread(self, counts: Sequence[int], batch_size: int) -> Plan:
+        """Returns the plan of this rank for files, from the number of elements of each rank."""
+        plan = plan_spread(counts, self.rank, batch_size, self.remainder)
+        if plan is None:
             raise self.data_error(
                 f"files with elements for {-(-max(counts) // batch_size)} steps on each rank, as "
                 f"on the rank with the most elements",
@@ -138,7 +137,7 @@ class ShardOptions:
                 "Use files of similar length, their number a multiple of the number of ranks, "
                 "or a larger batch_size, or remainder='pad'.",
             )
-        return spread
+        return plan
 
     def facts(self) -> list[Fact]:
         """Returns the arguments on which all ranks must agree."""

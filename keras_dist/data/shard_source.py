@@ -18,7 +18,7 @@ from keras_dist.data.epochs import kind_of
 from keras_dist.data.files import FileIndex, Found, Unreadable
 from keras_dist.data.indexed import IndexedBatches, for_keras
 from keras_dist.data.nested import leaves, mapped
-from keras_dist.data.partition import Plan, Spread
+from keras_dist.data.partition import Plan
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 MIXED = 4  # files or row groups that are shuffled together and stay in memory
@@ -107,7 +107,7 @@ class ShardSource(FileIndex):
 
     def _order(
         self, lengths: np.ndarray, by_rank: Sequence[dict[int, Found]]
-    ) -> tuple["ShardOrder", Plan | Spread]:
+    ) -> tuple["ShardOrder", Plan]:
         """Returns the rows of this rank in order, and the sizes of its batches."""
         options, mixed, batch_size = self.options, self._mixed, self.options.batch_size or 1
         rank, size = options.rank, options.size
@@ -151,7 +151,7 @@ class ShardOrder:
             self.counts = np.maximum(0, -((first - lengths) // size))
         self._mixed, self._key, self._turns = mixed, key, turns
 
-    def of(self, plan: Plan | Spread, epoch: int) -> np.ndarray:
+    def of(self, plan: Plan, epoch: int) -> np.ndarray:
         """Returns the numbers of the rows of an epoch, in order: int64 of shape `(plan.count,)`."""
         shards = np.arange(len(self.counts))
         if self._key is None:

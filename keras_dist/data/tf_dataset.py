@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras_dist.data import tf_order
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE, WHOLE
-from keras_dist.data.partition import Spread, plan_round_robin
+from keras_dist.data.partition import Plan, plan_round_robin
 from keras_dist.data.shard_options import Fact, ShardOptions
 from keras_dist.data.tf_order import HeldFiles, held_files, with_own_cache, with_own_caches
 from keras_dist.data.tf_pipelines import (
@@ -112,8 +112,7 @@ class FileSource:
         counts = [count for count, _ in held if count is not None]
         if self._count is None:
             return limited_batches(dataset, options, self.epochs, whole=False)
-        spread = options.spread(counts, batch_size)
-        return spread_batches(dataset, self._count, spread, options, self.epochs)
+        return spread_batches(dataset, options.spread(counts, batch_size), options, self.epochs)
 
 
 def count_elements(dataset: tf.data.Dataset) -> int:
@@ -167,19 +166,19 @@ def limited_batches(
 
 
 def spread_batches(
-    part: tf.data.Dataset, held: int, spread: Spread, options: ShardOptions, epochs: Epochs
+    part: tf.data.Dataset, plan: Plan, options: ShardOptions, epochs: Epochs
 ) -> tf.data.Dataset:
-    """Returns batches of the planned sizes from a shard of `held` elements."""
-    sizes = spread.sizes
+    """Returns batches of the planned sizes from the elements of this rank's files."""
+    sizes = plan.sizes
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
-        elements = part.repeat() if spread.count > held else part
+        elements = part.repeat() if plan.extra else part
         even = len(set(sizes)) == 1
-        batches = elements.take(spread.count).batch(max(sizes), drop_remainder=even)
+        batches = elements.take(plan.count).batch(max(sizes), drop_remainder=even)
         return batches.rebatch(sizes) if any(n < max(sizes) for n in sizes[:-1]) else batches
 
     return _with_cardinality(
-        shuffled(part, options, epochs, batched, held, whole=False), len(sizes)
+        shuffled(part, options, epochs, batched, plan.held, whole=False), plan.steps
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from keras_dist import data, errors
-from keras_dist.data.partition import Spread
+from keras_dist.data.partition import Plan
 from keras_dist.data.shard_source import Decoder, ShardOrder
 from keras_dist.data.tar_files import bytes_of, samples_of
 
@@ -25,7 +25,7 @@ from keras_dist.data.tar_files import bytes_of, samples_of
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4))
 def test_at_most_so_many_shards_are_shuffled_together(lengths, mixed):
     total = sum(lengths)
-    rows = ShardOrder(np.array(lengths), 0, 1, mixed, [1]).of(Spread(total, (total,)), 0)
+    rows = ShardOrder(np.array(lengths), 0, 1, mixed, [1]).of(Plan(0, 1, total, total, 1, total), 0)
     drawn = np.repeat(np.arange(len(lengths)), lengths)[rows]
     # The open shards bound the memory: a shard that has been left does not return.
     first = {n: int(np.argmax(drawn == n)) for n in range(len(lengths))}
