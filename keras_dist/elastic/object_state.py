@@ -7,7 +7,6 @@ backups do. They hold JSON and arrays, nothing that is executed.
 import copy
 import functools
 import itertools
-import json
 import logging
 import pathlib
 from collections.abc import Callable, Mapping
@@ -171,7 +170,7 @@ class ObjectState(State):
         return on_root(0, what, work, errors.CheckpointError, expected, remedy)
 
     def _check_all(self) -> None:
-        as_json(self._kept[0])
+        plain_values(self._kept[0])
         self._check()
 
     def _add(self, directory: pathlib.Path, number: int | None) -> None:
@@ -187,7 +186,7 @@ class ObjectState(State):
         """Returns what a generation is made of: arrays, and what its manifest says."""
         arrays = self._without_own(self._kept[1]).items()
         tensors = [Tensor(name, "uint8", array.data) for name, array in arrays]
-        return tensors, json.loads(as_json(self._kept[0]))
+        return tensors, plain_values(self._kept[0])
 
     def _write_copies(self) -> int | None:
         """Writes a commit into memory; returns its number, or `None` if there are no copies."""
@@ -202,7 +201,7 @@ class ObjectState(State):
 
     def _next_number(self, copies: MemoryCopies) -> int | None:
         try:
-            as_json(self._kept[0])
+            plain_values(self._kept[0])
         except errors.ArgumentTypeError as error:  # of a value that was set after the first `sync`
             _log.warning("%s Training continues without a copy in memory.", error)
             return None
@@ -247,23 +246,21 @@ class ObjectState(State):
         return True
 
 
-def as_json(values: Mapping[str, Any]) -> str:
-    """Returns named values as a JSON document."""
-    pairs = [f'"{name}": {_json_of(name, value)}' for name, value in values.items()]
-    return f"{{{', '.join(pairs)}}}"
-
-
-def _json_of(name: str, value: Any) -> str:
-    try:
-        return json.dumps(_plain(value))
-    except (TypeError, ValueError, RecursionError) as error:
-        expected = f"{name} to be a JSON value, in a state with a directory"
-        remedy = "Keep only numbers, strings, lists and dicts with string keys in it."
-        raise errors.ArgumentTypeError(runtime.where(), expected, str(error), remedy) from None
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns named values as JSON restores them."""
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = _plain(value)
+        except (TypeError, RecursionError) as error:
+            expected = f"{name} to be a JSON value, in a state with a directory"
+            remedy = "Keep only numbers, strings, lists and dicts with string keys in it."
+            raise errors.ArgumentTypeError(runtime.where(), expected, str(error), remedy) from None
+    return found
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON restores it; refuses values that JSON would change."""
+    """Returns a value as JSON restores it; refuses values that it would not."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, list | tuple):
