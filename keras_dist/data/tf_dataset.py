@@ -44,8 +44,11 @@ class TfSource:
         self._options = options
         self._total = _length(dataset, options)
         self._dataset = _in_order(dataset, options)
-        if self._total is not None:
-            self._check_total(self._total)
+        self._plan: Plan | None = None
+        if self._total is not None and options.batch_size is not None:
+            self._plan = options.epoch_plan(self._total, options.batch_size)
+        elif self._total is not None:
+            self._check_batches(self._total)
         self.held = held_files(self._dataset)
         seeds = tf_order.seeds(dataset)
         self.facts = [
@@ -59,12 +62,8 @@ class TfSource:
         if seeds and self.epochs.not_restored is None:
             self.epochs.not_restored = "a tf.data.Dataset that shuffles before shard() sees it"
 
-    def _check_total(self, total: int) -> None:
+    def _check_batches(self, total: int) -> None:
         options = self._options
-        if options.batch_size is not None:
-            options.need_samples(total)
-            options.need_steps(options.plan(total, options.batch_size).steps)
-            return
         if total == 0 or (total < options.size and options.remainder == "drop"):
             options.need_samples(total, "batches")
         if total < options.size and options.remainder == "uneven":
@@ -74,8 +73,8 @@ class TfSource:
     def part(self, held: Sequence[HeldFiles]) -> tf.data.Dataset:
         options, total = self._options, self._total
         dataset = with_own_caches(self._dataset, held, options)
-        if options.batch_size is not None and total is not None:
-            return batches_of_samples(dataset, total, options, self.epochs)
+        if self._plan is not None:
+            return batches_of_samples(dataset, total, self._plan, options, self.epochs)
         if options.batch_size is not None:
             return limited_batches(dataset, options, self.epochs)
         part = dataset.shard(options.size, options.rank)
@@ -129,28 +128,24 @@ def with_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def batches_of_samples(
-    dataset: tf.data.Dataset, total: int, options: ShardOptions, epochs: Epochs
+    dataset: tf.data.Dataset, total: int | None, plan: Plan, options: ShardOptions, epochs: Epochs
 ) -> tf.data.Dataset:
     """Returns the batches of this rank from a pipeline of `total` samples."""
-    batch_size = options.batch_size or DEFAULT_BATCH_SIZE
-    if options.draws:
-        steps = options.steps or -(-total // (options.size * batch_size))
-        drawn = shuffled(
-            dataset.repeat(), options, epochs, lambda part: part.batch(batch_size, True)
-        )
-        return _with_cardinality(drawn.take(steps), steps)
-    plan = options.plan(total, batch_size)
-    steps = options.steps or plan.steps
     if options.way is None:
-        epochs.samples = functools.partial(plan.limited(steps).order, None, 0)
+        epochs.samples = functools.partial(plan.order, None, 0)
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
-        if options.remainder == "drop":
-            return part.batch(plan.batch_size, drop_remainder=True).take(steps)
+        if options.draws or options.remainder == "drop":
+            return part.batch(plan.batch_size, drop_remainder=True).take(plan.steps)
         batches = part.batch(plan.batch_size)
-        return (with_remainder(batches, plan) if steps == plan.steps else batches).take(steps)
+        is_limited = plan.count < plan.held
+        return (batches if is_limited else with_remainder(batches, plan)).take(plan.steps)
 
-    return _with_cardinality(shuffled(dataset, options, epochs, batched, total, plan.held), steps)
+    if options.draws:
+        batches = shuffled(dataset.repeat(), options, epochs, batched)
+    else:
+        batches = shuffled(dataset, options, epochs, batched, total, plan.held)
+    return _with_cardinality(batches, plan.steps)
 
 
 def limited_batches(
