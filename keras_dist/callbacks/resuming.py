@@ -284,7 +284,7 @@ class ResumedEpoch:
 
 def global_batch() -> int | None:
     """Returns the global batch size if the order of samples is independent of `size()`."""
-    data = epochs.current()
+    data = epochs.of(epochs.fits.get().arguments.get("x"))
     return data.global_batch if data is not None else None
 
 
@@ -316,7 +316,7 @@ def steps_now(about: dict[str, Any], warns: bool) -> int:
 
 def warn_of_restarting_data() -> None:
     """Warns of data whose order cannot be resumed."""
-    found = restarted(epochs.fit_arguments(), keras.backend.backend())
+    found = restarted(epochs.fits.get().arguments, keras.backend.backend())
     if found:
         _log.warning(
             "keras_dist: a backup does not keep %s: data restarts when training resumes, which "

@@ -150,7 +150,7 @@ class VerifyBatches(SessionCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes the first step compare its batch with those of other ranks."""
-        if runtime.fit_size() == 1 or epochs.is_sharded_everywhere():
+        if runtime.fit_size() == 1 or epochs.fits.get().everywhere:
             return
         self.session.before_first_step(FirstStep.COMPARE, self._compare)
 

@@ -60,8 +60,15 @@ _sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDiction
 
 
 @dataclasses.dataclass(eq=False)
-class _Fit:
-    """What is known of the data of a fit."""
+class Fit:
+    """What is known of the data of a fit.
+
+    Args:
+        arguments: those of `fit`, by name; empty outside of a fit.
+        everywhere: whether `keras_dist.data` made the training data of all ranks.
+        equal_batches: whether the batches of all ranks have equal shapes in each step.
+        awaits_steps: whether it has no train function yet: what it reads is not for its steps.
+    """
 
     arguments: Mapping[str, Any]
     everywhere: bool = True
@@ -69,7 +76,8 @@ class _Fit:
     awaits_steps: bool = False
 
 
-_fits = OfCall(_Fit({}))
+#: the running fits
+fits = OfCall(Fit({}))
 
 
 def register(part: Any, epochs: Epochs | None) -> None:
@@ -86,21 +94,9 @@ def is_sharded(data: Any) -> bool:
         return False
 
 
-def training_on(
-    arguments: Mapping[str, Any], everywhere: bool, equal_batches: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Records the data of a fit while it runs, and whether its batches are equal on all ranks."""
-    return _fits.during(_Fit(arguments, everywhere, equal_batches, awaits_steps=True))
-
-
-def expect_steps() -> None:
-    """Records that the running fit has its train function: what it reads now is for its steps."""
-    _fits.get().awaits_steps = False
-
-
 def awaits_steps(data: Any) -> bool:
     """Returns whether a fit on a data set has begun, and has no train function yet."""
-    return any(fit.awaits_steps and fit.arguments.get("x") is data for fit in _fits.every())
+    return any(fit.awaits_steps and fit.arguments.get("x") is data for fit in fits.every())
 
 
 def steps_of(data: Any) -> tuple[Any, int | None]:
@@ -109,7 +105,7 @@ def steps_of(data: Any) -> tuple[Any, int | None]:
     The next epoch of Keras reads on then, instead of from the start. It does not where `evaluate`
     reads the data within the fit, nor with workers, which Keras starts anew.
     """
-    fit = _fits.get()
+    fit = fits.get()
     trains = fit.arguments.get("x") is data and _engine.progress.progress().tasks[-1:] == ["fit"]
     reads_on = trains and not has_workers(data)
     return fit, fit.arguments.get("steps_per_epoch") if reads_on else None
@@ -120,30 +116,9 @@ def has_workers(data: Any) -> bool:
     return bool(data.workers > 1 or data.use_multiprocessing)
 
 
-def has_equal_batches(model: Any) -> bool:
-    """Returns whether the batches of all ranks have equal shapes in each step of a model's fit."""
-    fit = _fits.get()
-    return fit.equal_batches and fit.arguments.get("self") is model
-
-
-def is_sharded_everywhere() -> bool:
-    """Returns whether `keras_dist.data` made the training data of all ranks."""
-    return _fits.get().everywhere
-
-
 def of(data: Any) -> Epochs | None:
     """Returns the epochs of a data set, if they are counted."""
     return _sharded.get(data) if is_sharded(data) else None
-
-
-def current() -> Epochs | None:
-    """Returns the epochs of the training data, if they are counted."""
-    return of(_fits.get().arguments.get("x"))
-
-
-def fit_arguments() -> Mapping[str, Any]:
-    """Returns the arguments of the running fit, by name; empty outside of a fit."""
-    return _fits.get().arguments
 
 
 def numbers() -> dict[str, int]:

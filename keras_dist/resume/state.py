@@ -327,7 +327,7 @@ def _packed(states: Mapping[str, Any]) -> Packed:
 
 
 def _data() -> Any:
-    return epochs.fit_arguments().get("x")
+    return epochs.fits.get().arguments.get("x")
 
 
 def _set(states: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if epochs.is_sharded(bound.arguments["x"]) and runtime.size() > 1:
         check_undistributed("data that keras_dist alone shares out over the ranks")
     model = bound.arguments["self"]
-    is_within = epochs.fit_arguments().get("self") is model
+    is_within = epochs.fits.get().arguments.get("self") is model
     outer = model.train_function, model.__dict__.get(TRACED_FOR)
     found = members(flat(bound.arguments))
     with within_set(set_of(found, model), found):
@@ -102,9 +102,9 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ]
         is_passed = {*kwargs, "shuffle"} & set(bound.arguments)
         options = {**kwargs, **{name: changed[name] for name in is_passed & set(changed)}}
-        training = epochs.training_on(bound.arguments, *agreement)
+        training = epochs.Fit(bound.arguments, *agreement, awaits_steps=True)
         try:
-            with FitSession(model), training, random_generators.separable():
+            with FitSession(model), epochs.fits.during(training), random_generators.separable():
                 return fit(*given, **options)
         finally:
             if is_within:  # the outer fit goes on with its own step
@@ -121,7 +121,8 @@ def _running(task: str, method: Callable[..., Any], model: Any, *args: Any, **kw
     ):
         session.callbacks = found
         is_common = any(member.evaluates_together for member in found)
-        if task == "evaluate" and is_common and not epochs.fit_arguments():  # which has agreed
+        has_agreed = bool(epochs.fits.get().arguments)  # in the fit that evaluates
+        if task == "evaluate" and is_common and not has_agreed:
             agree_on_evaluate(arguments)
         return method(model, *args, **kwargs)
 

@@ -41,7 +41,8 @@ WRAPPED = "_keras_dist_wrapped"
 
 def make_train_function(original: Callable[..., Any], model: Any, force: bool = False) -> Any:
     """Makes the train function of a model; what precedes its first step is in its session."""
-    epochs.expect_steps()
+    fit = epochs.fits.get()
+    fit.awaits_steps = False
     for optimizer in optimizers_of(model):
         complete(optimizer, model)
     for optimizer in optimizers_of(model):
@@ -60,7 +61,7 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
     # A step that was traced before the optimizer was wrapped, or for another communicator,
     # has no reduction or an outdated one.
     reductions = [(reduction, reduction.communicator()) for reduction in every]
-    has_equal_batches = epochs.has_equal_batches(model)
+    has_equal_batches = fit.equal_batches and fit.arguments.get("self") is model
     for comm in (comm for each in every for comm in (each.communicator(), each.replicas())):
         if comm is not None:
             _engine.progress.acts_among(comm.ranks)
