@@ -106,19 +106,20 @@ class ModelCheckpoint(SessionCallback, KerasCheckpoint):
 
     def _wait(self) -> None:
         if self._writer is not None:
-            self._retry_policy.attempt(self._writer.wait, "to write the previous checkpoint")
+            with self._retry_policy.attempt("to write the previous checkpoint"):
+                if self._writer.wait():
+                    self._retry_policy.succeed()
 
     def _save_atomically(self, path: str, save: Callable[[], None]) -> float | None:
         """Lets Keras decide whether to write; returns the best monitored value so far."""
         self._wait()
         best = self.best
-        work = functools.partial(self._save, save)
-        # Keras updates `best` before it writes: a failed write must not count.
-        return (
-            self.best
-            if self._retry_policy.attempt(work, f"to write the checkpoint {path}")
-            else best
-        )
+        with self._retry_policy.attempt(f"to write the checkpoint {path}"):
+            if self._save(save):
+                self._retry_policy.succeed()
+            # Keras updates it before it writes: a failed write must not count.
+            best = self.best
+        return best
 
     def _save(self, save: Callable[[], None]) -> bool:
         """Returns whether a file was written to its final path."""

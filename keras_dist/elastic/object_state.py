@@ -174,13 +174,11 @@ class ObjectState(State):
         self._check()
 
     def _add(self, directory: pathlib.Path, number: int | None) -> None:
-        def write() -> bool:
+        with self._retry_policy.attempt(f"{WRITE} {directory}"):
             tensors, about = self._contents()
             path = format.write(directory, tensors, about, self._previous, number)
             self._previous = format.number_of(path)
-            return True
-
-        self._retry_policy.attempt(write, f"{WRITE} {directory}")
+            self._retry_policy.succeed()
 
     def _contents(self) -> tuple[list[Tensor], dict[str, Any]]:
         """Returns what a generation is made of: arrays, and what its manifest says."""

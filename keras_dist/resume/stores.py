@@ -161,14 +161,10 @@ class Store:
 
     def _begin(self) -> tuple[int | None, bool]:
         """Returns the number of a new generation, and whether it could be begun on the disk."""
-        number, begun = self._copies.next_number(), list[int]()
-
-        def begin() -> bool:
-            begun.append(format.begin(self._directory, number))
-            return False  # nothing is written yet
-
-        self._retry_policy.attempt(begin, f"to begin a checkpoint in {self._directory}")
-        return (begun[0] if begun else number), bool(begun)
+        number, has_begun = self._copies.next_number(), False
+        with self._retry_policy.attempt(f"to begin a checkpoint in {self._directory}"):
+            number, has_begun = format.begin(self._directory, number), True
+        return number, has_begun
 
     def settle(self) -> None:
         """Waits until the last generation is whole."""

@@ -1,8 +1,9 @@
 """Work that only the root does, or each rank for itself; a failure is raised on all ranks."""
 
+import contextlib
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from keras_dist import _engine, errors, runtime
@@ -83,14 +84,13 @@ class RetryPolicy:
     def __init__(self) -> None:
         self._has_succeeded = False
 
-    def attempt(self, write: Callable[[], bool], expected: str) -> bool:
-        """Calls `write`; logs a failure that is not raised."""
+    @contextlib.contextmanager
+    def attempt(self, expected: str) -> Iterator[None]:
+        """Returns a context that a failure leaves; logs one that is not raised."""
         try:
-            self._has_succeeded = write() or self._has_succeeded
+            yield
         except OSError as error:
             self.judge(error, expected)
-            return False
-        return True
 
     def judge(self, error: OSError, expected: str) -> None:
         """Raises a failure, or logs it if training should continue; see `attempt`."""
