@@ -5,6 +5,7 @@ restarted job finds it on any node that is left, and no disk is read. Copies tha
 or read cause a warning, and the generation on disk remains.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -24,7 +25,8 @@ from keras_dist.storage.root_action import on_root
 
 PIECE_NBYTES = 2**26  # sent at once, so that ranks need no memory besides the copy
 REMEDY = "Backups on disk are not affected."
-FAILURES = (OSError, errors.ArgumentError, errors.RankLostError)
+Failures = tuple[type[Exception], ...]
+FAILURES: Failures = (OSError, errors.ArgumentError, errors.RankLostError)
 
 Value = TypeVar("Value")
 
@@ -140,11 +142,9 @@ class MemoryCopies:
         return rank == (self._root_rank if self._root_rank in node else node[0])
 
     def _directory(self) -> Path | None:
-        try:
+        with _warns("a directory for backups in memory"):
             return memory_directory.make_directory(self._name)
-        except FAILURES as error:
-            _warn("a directory for backups in memory", error)
-            return None
+        return None
 
     def _newest(self) -> Path | None:
         """Returns the newest intact copy on this node."""
@@ -166,12 +166,10 @@ class MemoryCopies:
         directory = self._directory()
         if directory is None:
             return None
-        try:
+        with _warns(f"to write a backup into {directory}"):
             self._intact = write(directory)
-        except FAILURES as error:
-            _warn(f"to write a backup into {directory}", error)
-            return None
-        return self._intact
+            return self._intact
+        return None
 
     def _move(self, name: str, source: int, target: int) -> Path | None:
         """Sends a copy from a rank to another, which keeps it; returns its path there."""
@@ -186,25 +184,20 @@ class MemoryCopies:
             return format.write_copy(directory, name, blocks, self._previous())
 
         path = self._add(write)
-        try:
+        with _warns(f"to receive a backup from rank {source}"):
             for _ in blocks:  # all of it is received, even if it cannot be written
                 pass
-        except FAILURES as error:
-            _warn(f"to receive a backup from rank {source}", error)
         return path
 
     def _send(self, comm: _engine.Communicator, name: str, target: int) -> None:
         """Sends a copy in pieces; after the last, and if it cannot be read, an empty one."""
-        try:
-            try:
+        # The next collective notices as well that the target is lost.
+        with _warns(f"to send a backup to rank {target}", (errors.RankLostError,)):
+            with _warns(f"to read {name}", (OSError, errors.ArgumentError, ValueError)):
                 for block in read_blocks(memory_directory.make_directory(self._name) / name):
                     piece = np.frombuffer(block, np.uint8)
                     _engine.point_to_point.send(comm, piece, target, name)
-            except (OSError, errors.ArgumentError, ValueError) as error:
-                _warn(f"to read {name}", error)
             _engine.point_to_point.send(comm, np.empty(0, np.uint8), target, name)
-        except errors.RankLostError as error:  # the next collective notices it as well
-            _warn(f"to send a backup to rank {target}", error)
 
     def _on_root(self, work: Callable[[], Value]) -> Value:
         expected, remedy = "to keep a backup in memory", "Pass memory=False."
@@ -237,6 +230,11 @@ def _received(comm: _engine.Communicator, name: str, source: int) -> Iterator[me
         yield piece.data
 
 
-def _warn(expected: str, error: Exception) -> None:
-    received = f"{type(error).__name__}: {error}"
-    _log.warning(errors.explain(runtime.where(), expected, received, REMEDY))
+@contextlib.contextmanager
+def _warns(expected: str, failures: Failures = FAILURES) -> Iterator[None]:
+    """Logs a failure, after which training goes on with the generation on disk."""
+    try:
+        yield
+    except failures as error:
+        received = f"{type(error).__name__}: {error}"
+        _log.warning(errors.explain(runtime.where(), expected, received, REMEDY))
