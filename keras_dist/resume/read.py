@@ -1,6 +1,7 @@
 """Reading generations: the choice of the newest undamaged one, and what its parts hold."""
 
 import dataclasses
+import functools
 import logging
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -117,7 +118,7 @@ def newest(
             return found
         return [*(p for p in found if format.number_of(p) > format.number_of(copy)), copy]
 
-    return _newest(known, look, lambda found: format.find_damage(found), directory, True)
+    return _newest(directory, known, format.find_damage, lambda work: work(), True)
 
 
 def newest_of_all(
@@ -137,13 +138,8 @@ def newest_of_all(
         )
         return [phrase for each in lists for phrase in each]
 
-    return _newest(
-        lambda: ask(lambda: _known(directory, number)),
-        lambda path: ask(lambda: look(path)),
-        find_damage,
-        directory,
-        comm.job.rank == root_rank,
-    )
+    is_root = comm.job.rank == root_rank
+    return _newest(directory, lambda: _known(directory, number), find_damage, ask, is_root)
 
 
 def _read(path: pathlib.Path, offset: int, nbytes: int) -> np.ndarray:
@@ -158,17 +154,17 @@ def _known(directory: pathlib.Path, number: int | None) -> list[pathlib.Path]:
 
 
 def _newest(
-    paths: Callable[[], list[pathlib.Path]],
-    look: Callable[[pathlib.Path], Contents | str],
-    find_damage: Callable[[Generation], list[str]],
     directory: pathlib.Path,
+    paths: Callable[[], list[pathlib.Path]],
+    find_damage: Callable[[Generation], list[str]],
+    ask: Callable[[Callable[[], Any]], Any],
     warns: bool,
 ) -> Contents | None:
-    known = paths()
+    known = ask(paths)
     for _ in range(LOOKS):
         damaged: list[str] = []
         for path in known:
-            found = look(path)
+            found = ask(functools.partial(look, path))
             phrases = [found] if isinstance(found, str) else find_damage(found.generation)
             if not phrases and isinstance(found, Contents):
                 if damaged and warns:
@@ -181,7 +177,7 @@ def _newest(
                 return found
             damaged += phrases
         # A training that goes on may have removed what was read, behind newer generations.
-        before, known = known, paths()
+        before, known = known, ask(paths)
         if not damaged or known == before:
             break
     if not damaged:
