@@ -12,6 +12,7 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist.resume import format, tensor_file
 from keras_dist.resume.format import REMEDY, Generation
+from keras_dist.resume.tensor_file import Extent
 from keras_dist.storage.root_action import on_root
 
 Value = TypeVar("Value")
@@ -22,22 +23,17 @@ _log = logging.getLogger("keras_dist")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a file holds consecutive elements of a variable, which begin at `low`."""
-
-    low: int
-    path: pathlib.Path
-    offset: int
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Contents:
-    """A generation, and what its parts hold."""
+    """A generation, and what its parts hold.
+
+    Args:
+        pieces: consecutive elements of each variable, with the number of the first one.
+        arrays: those that are not variables, by name.
+    """
 
     generation: Generation
-    pieces: Mapping[int, Sequence[Place]]
-    places: Mapping[str, Place]  # of arrays that are not variables
+    pieces: Mapping[int, Sequence[tuple[int, Extent]]]
+    arrays: Mapping[str, Extent]
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -46,22 +42,19 @@ class Contents:
 
     def others(self) -> dict[str, np.ndarray]:
         """Reads the arrays that are not variables, by name."""
-        return {
-            name: _read(place.path, place.offset, place.nbytes)
-            for name, place in self.places.items()
-        }
+        return {name: extent.read() for name, extent in self.arrays.items()}
 
     def elements(self, index: int, low: int, high: int) -> np.ndarray:
         """Returns the elements of a variable from `low` to `high`."""
         name, _, kind = self.about["variables"][index]
         found, at = np.empty(high - low, np.dtype(kind)), low
         target, itemsize = found.view(np.uint8).data, found.dtype.itemsize
-        for place in self.pieces.get(index, ()):
-            end = min(high, place.low + place.nbytes // itemsize)
-            if place.low <= at < end:
-                source = place.offset + (at - place.low) * itemsize
+        for first, extent in self.pieces.get(index, ()):
+            end = min(high, first + extent.nbytes // itemsize)
+            if first <= at < end:
+                source = extent.offset + (at - first) * itemsize
                 some = target[(at - low) * itemsize : (end - low) * itemsize]
-                tensor_file.read_into(place.path, source, some)
+                tensor_file.read_into(extent.path, source, some)
                 at = end
         if at < high:
             raise errors.CheckpointError(
@@ -75,24 +68,22 @@ class Contents:
 
 def bytes_by_name(part: pathlib.Path) -> dict[str, np.ndarray]:
     """Reads all arrays of a part."""
-    entries = tensor_file.read_header(part).items()
-    return {name: _read(part, entry.offset, entry.nbytes) for name, entry in entries}
+    return {name: extent.read() for name, extent in tensor_file.read_header(part).items()}
 
 
 def contents_of(generation: Generation) -> Contents:
     """Reads the headers of all parts."""
-    pieces: dict[int, list[Place]] = {}
+    pieces: dict[int, list[tuple[int, Extent]]] = {}
     others = {}
     for path in generation.parts:
-        for name, entry in tensor_file.read_header(path).items():
-            index, _, low = name.partition(":")
+        for name, extent in tensor_file.read_header(path).items():
+            index, _, first = name.partition(":")
             if index.isdecimal():  # backups of earlier versions have whole variables
-                place = Place(int(low or 0), path, entry.offset, entry.nbytes)
-                pieces.setdefault(int(index), []).append(place)
+                pieces.setdefault(int(index), []).append((int(first or 0), extent))
             else:
-                others[name] = Place(0, path, entry.offset, entry.nbytes)
-    for places in pieces.values():
-        places.sort(key=lambda place: place.low)
+                others[name] = extent
+    for found in pieces.values():
+        found.sort(key=lambda piece: piece[0])
     return Contents(generation, pieces, others)
 
 
@@ -140,12 +131,6 @@ def newest_of_all(
 
     is_root = comm.job.rank == root_rank
     return _newest(directory, lambda: _known(directory, number), find_damage, ask, is_root)
-
-
-def _read(path: pathlib.Path, offset: int, nbytes: int) -> np.ndarray:
-    found = np.empty(nbytes, np.uint8)
-    tensor_file.read_into(path, offset, found.data)
-    return found
 
 
 def _known(directory: pathlib.Path, number: int | None) -> list[pathlib.Path]:

@@ -47,8 +47,15 @@ class Tensor:
 class Extent:
     """An array in a file: its position and size in bytes."""
 
+    path: pathlib.Path
     offset: int
     nbytes: int
+
+    def read(self) -> np.ndarray:
+        """Returns the bytes of the array."""
+        found = np.empty(self.nbytes, np.uint8)
+        read_into(self.path, self.offset, found.data)
+        return found
 
 
 def write(path: pathlib.Path, tensors: Sequence[Tensor], about: dict[str, str]) -> str:
@@ -86,7 +93,8 @@ def read_header(path: pathlib.Path) -> dict[str, Extent]:
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
     offsets = {name: each["data_offsets"] for name, each in header.items()}
-    return {name: Extent(8 + length + begin, end - begin) for name, (begin, end) in offsets.items()}
+    begin = 8 + length
+    return {name: Extent(path, begin + low, high - low) for name, (low, high) in offsets.items()}
 
 
 def read_into(path: pathlib.Path, offset: int, target: memoryview) -> None:
@@ -126,7 +134,7 @@ def _read_archive_header(path: pathlib.Path) -> dict[str, Extent]:
                 np.lib.format.read_array_header_1_0(member)
                 skipped = member.tell()
             name = info.filename.removesuffix(".npy")
-            found[name] = Extent(begin + skipped, info.file_size - skipped)
+            found[name] = Extent(path, begin + skipped, info.file_size - skipped)
     found.pop(ABOUT)
     return found
 
