@@ -21,17 +21,13 @@ class _VariablesState(ObjectState):
     def _variables(self) -> list[Any]:
         raise NotImplementedError
 
-    def _own(self) -> list[Any]:
-        """Returns the variables that are local to each rank."""
-        return []
+    def _own(self) -> set[str]:
+        """Returns the indices of the variables that are local to each rank."""
+        return set()
 
     def _without_own(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        own = self._own_indices()
+        own = self._own()
         return {index: raw for index, raw in arrays.items() if index not in own}
-
-    def _own_indices(self) -> set[str]:
-        own = {id(variable) for variable in self._own()}
-        return {str(index) for index, v in enumerate(self._variables()) if id(v) in own}
 
     def _arrays(self) -> dict[str, np.ndarray]:
         from keras_dist.training.model_state import bytes_of
@@ -41,7 +37,7 @@ class _VariablesState(ObjectState):
     def _put_arrays(self, arrays: dict[str, np.ndarray], of_file: bool = False) -> None:
         from keras_dist.training.model_state import to_numpy
 
-        own = self._own_indices()
+        own = self._own()
         for index, variable in enumerate(self._variables()):
             if str(index) in own and str(index) not in arrays:
                 continue  # the state is of another rank, or from a directory
@@ -121,12 +117,14 @@ class KerasState(_VariablesState):
         self._described = None
         built_optimizers.reset_undescribed(self.model, described)
 
-    def _own(self) -> list[Any]:
+    def _own(self) -> set[str]:
         from keras_dist.training.model_state import accumulators, optimizers_inside
 
         if self.optimizer is None:
-            return []
-        return accumulators([self.optimizer, *optimizers_inside(self.optimizer)])
+            return set()
+        optimizers = [self.optimizer, *optimizers_inside(self.optimizer)]
+        own = {id(variable) for variable in accumulators(optimizers)}
+        return {str(index) for index, v in enumerate(self._variables()) if id(v) in own}
 
 
 class TensorFlowKerasState(KerasState):
