@@ -19,6 +19,7 @@ import numpy as np
 from keras_dist import _engine, config, errors, runtime
 from keras_dist.resume import format
 from keras_dist.resume.format import number_of
+from keras_dist.resume.read import newest
 from keras_dist.resume.tensor_file import Tensor
 from keras_dist.storage import memory_directory
 from keras_dist.storage.root_action import on_root
@@ -150,15 +151,11 @@ class MemoryCopies:
         """Returns the newest intact copy on this node."""
         directory = self._directory()
         memory_directory.remove_old(self._name)
-        for path in format.newest_first(directory) if directory else []:
-            if is_intact(path):
-                return path
-            _log.warning(
-                "%s on %s is damaged: the digest does not match. Training resumes from another "
-                "backup.",
-                path,
-                os.uname().nodename,
-            )
+        if directory is None:
+            return None
+        with _warns(f"an intact copy in {directory} of {os.uname().nodename}"):
+            found = newest(directory)
+            return None if found is None else found.generation.path
         return None
 
     def _add(self, write: Callable[[Path], Path]) -> Path | None:
@@ -202,15 +199,6 @@ class MemoryCopies:
     def _on_root(self, work: Callable[[], Value]) -> Value:
         expected, remedy = "to keep a backup in memory", "Pass memory=False."
         return on_root(self._root_rank, expected, work, errors.CheckpointError, expected, remedy)
-
-
-def is_intact(path: Path) -> bool:
-    """Returns whether a generation can be read and matches its digests."""
-    try:
-        found = format.read(path)
-    except OSError:
-        return False
-    return found is not None and not format.find_damage(found)
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:

@@ -22,7 +22,7 @@ from keras_dist.callbacks import (
     ShardedCheckpoint,
 )
 from keras_dist.resume import format
-from keras_dist.resume.memory import is_intact
+from keras_dist.resume.read import look
 from keras_dist.training import model_state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value
@@ -315,9 +315,11 @@ def keeper_of(way, folder):
 def written(way, folder):
     """Returns position and file of all generations, newest first. Another generation is older."""
     paths = [*folder.glob("memory/*/*/*.json"), *folder.glob("files/*.json")]
-    paths = [path for path in paths if is_intact(path)]
     paths.sort(key=format.number_of, reverse=True)
-    return [(position(format.read(path).about), path) for path in paths]
+    found = [(look(path), path) for path in paths]
+    whole = [(contents, path) for contents, path in found if not isinstance(contents, str)]
+    intact = [pair for pair in whole if not format.find_damage(pair[0].generation)]
+    return [(position(contents.about), path) for contents, path in intact]
 
 
 def position(about):
