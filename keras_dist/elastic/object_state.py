@@ -18,7 +18,7 @@ from keras_dist import _engine, config, errors, runtime
 from keras_dist.elastic.running import State
 from keras_dist.resume import format
 from keras_dist.resume.memory import MemoryCopies
-from keras_dist.resume.read import bytes_by_name, newest
+from keras_dist.resume.read import bytes_by_name
 from keras_dist.resume.tensor_file import Tensor
 from keras_dist.storage.root_action import RetryPolicy, on_root
 
@@ -233,10 +233,8 @@ class ObjectState(State):
         return True
 
     def _read(self, copies: MemoryCopies, copy: pathlib.Path | None) -> bool:
-        place = self._directory or (copy and copy.parent)
-        contents = None if place is None else newest(place, copy)
+        contents = copies.newest(copy)
         if contents is None:
-            copies.check_not_lost()
             return False
         self._previous = copies.number = format.number_of(contents.generation.path)
         [part] = contents.generation.parts

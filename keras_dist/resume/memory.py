@@ -19,7 +19,7 @@ import numpy as np
 from keras_dist import _engine, config, errors, runtime
 from keras_dist.resume import format
 from keras_dist.resume.format import number_of
-from keras_dist.resume.read import newest
+from keras_dist.resume.read import Contents, newest
 from keras_dist.resume.tensor_file import Tensor
 from keras_dist.storage import memory_directory
 from keras_dist.storage.root_action import on_root
@@ -69,9 +69,13 @@ class MemoryCopies:
         self._lost = ", ".join(sorted(set(copies.values())))
         return None
 
-    def check_not_lost(self) -> None:
-        """Checks, on the root, that `find` has brought a copy if there are any."""
-        if self._lost:
+    def newest(self, copy: Path | None) -> Contents | None:
+        """Returns the newest of what `find` returned, on the root, and of the backups on disk.
+
+        Raises if there is none because no copy could be brought to the root. Not collective.
+        """
+        found = newest(self._backup_dir, copy)
+        if found is None and self._lost:
             place = f"{config.settings().memory_directory} of {os.uname().nodename}"
             expected = f"a backup in {self._backup_dir}, or room in {place} for one of another node"
             received = f"only {self._lost} on another node, which could not be stored here"
@@ -80,6 +84,7 @@ class MemoryCopies:
                 "KERAS_DIST_JOB_ID it starts over."
             )
             raise errors.CheckpointError(runtime.where(), expected, received, remedy)
+        return found
 
     def touch(self) -> None:
         """Shows other jobs that this job is alive. Not collective: each node for itself."""

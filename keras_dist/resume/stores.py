@@ -14,7 +14,7 @@ from keras_dist import errors, runtime
 from keras_dist.resume import format, state, variables
 from keras_dist.resume.format import REMEDY, SHARED, Writer, number_of
 from keras_dist.resume.memory import MemoryCopies
-from keras_dist.resume.read import Contents, newest, newest_of_all
+from keras_dist.resume.read import Contents, newest_of_all
 from keras_dist.resume.tensor_file import Tensor
 from keras_dist.resume.variables import Piece, Stage, pieces_of_rank, whole_tensors
 from keras_dist.storage.root_action import RetryPolicy, on_all, on_root
@@ -72,8 +72,7 @@ class Store:
         elif self.by_all:
             self._contents = newest_of_all(self._directory, self.root_rank)
         else:
-            copy = self._copies.find()
-            find = functools.partial(self._find, copy)
+            find = functools.partial(self._copies.newest, self._copies.find())
             self._contents = self._ask_root(find, "to find the backup in", REMEDY)
         if self._contents is not None:
             self._previous = self._copies.number = number_of(self._contents.generation.path)
@@ -91,12 +90,6 @@ class Store:
             failure = writer.finish(is_whole)
             if failure is not None and self._is_root():
                 self._retry_policy.log(failure, f"to write a checkpoint in {self._directory}")
-
-    def _find(self, copy: pathlib.Path | None) -> Contents | None:
-        found = newest(self._directory, copy)
-        if found is None:
-            self._copies.check_not_lost()
-        return found
 
     def read(self, model: keras.Model) -> Found | None:
         """Restores the model; returns what else was found, or `None`: nothing."""
