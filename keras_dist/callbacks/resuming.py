@@ -160,8 +160,7 @@ class ResumingCallback(SessionCallback, KerasBackup):
         found = self._store.read(self.model)
         if found is None:
             return None
-        about, states = found
-        self._fit.found(states)
+        about, self._fit.found = found
         own = OwnSteps.key, CompressionErrors.key
         self._fit.take(state.Seeds.key, state.Statistics.key, *own)
         return dict(about)

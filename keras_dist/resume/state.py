@@ -97,7 +97,7 @@ class FitState:
 
     def __init__(self, shared: Any, *others: Resumable):
         self._shared, self._every = shared, (shared, *others)
-        self._found: Sequence[Packed] = ()
+        self.found: Sequence[Packed] = ()  # what `read` has returned
 
     def gather(self) -> list[Packed]:
         """Returns the states of all ranks. Collective: every rank; blocks.
@@ -122,19 +122,15 @@ class FitState:
             for number, array in enumerate(packed):
                 arrays[ARRAY.format(part=part, number=number)] = array
 
-    def found(self, parts: Sequence[Packed]) -> None:
-        """Sets the result of `read`."""
-        self._found = parts
-
     def ranks(self) -> list[dict[str, Any]]:
         """Returns the states of all ranks that were found."""
-        return [unpack(*packed) for packed in self._found[1:]]
+        return [unpack(*packed) for packed in self.found[1:]]
 
     def take(self, *keys: str) -> bool:
         """Lets objects take what was found, if anything was; returns whether it fits all."""
         if not (states := self.ranks()):
             return True
-        self._shared.of_all = unpack(*self._found[0])
+        self._shared.of_all = unpack(*self.found[0])
         # A generation of an earlier version may lack one.
         asked = [each for each in self._every if each.key in keys and each.key in states[0]]
         fit = [each.take([state[each.key] for state in states]) for each in asked]
