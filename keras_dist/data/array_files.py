@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist import errors
 from keras_dist.data import consistency
 from keras_dist.data.files import Found, Paths, Unreadable, expanded, facts_of_files
 from keras_dist.data.nested import leaves
@@ -73,10 +74,10 @@ def npz(
 
     def make_source() -> ShardSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        paths = expanded(files, options)
+        paths = expanded(files)
         names = x if y is None else (x, y)
         facts = [*facts_of_files(paths), Fact("the names of the arrays", repr(names))]
-        return ShardSource(NpzFiles(names, options), paths, options, unreadable, facts)
+        return ShardSource(NpzFiles(names), paths, options, unreadable, facts)
 
     return consistency.prepare(make_source)
 
@@ -137,10 +138,10 @@ def parquet(
 
     def make_source() -> ShardSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        paths = expanded(files, options)
+        paths = expanded(files)
         names = _with_matrices(x if y is None else (x, y))
         facts = [*facts_of_files(paths), Fact("the names of the columns", repr(names))]
-        return ShardSource(ParquetFiles(names, options), paths, options, unreadable, facts)
+        return ShardSource(ParquetFiles(names), paths, options, unreadable, facts)
 
     return consistency.prepare(make_source)
 
@@ -156,8 +157,8 @@ def names_in(data: Any) -> list[str]:
 class NpzFiles:
     """Files written by `numpy.savez`."""
 
-    def __init__(self, names: Any, options: ShardOptions):
-        self._names, self._options = names, options
+    def __init__(self, names: Any):
+        self._names = names
 
     def look(self, path: str) -> Found:
         """Reads the headers of the arrays."""
@@ -166,7 +167,7 @@ class NpzFiles:
             for name in names_in(self._names):
                 if f"{name}.npy" not in archive.namelist():
                     known = ", ".join(n.removesuffix(".npy") for n in archive.namelist())
-                    raise self._options.data_error(
+                    raise errors.DataError(
                         f"an array {name!r} in {path}", known, "Pass one of these."
                     )
                 with archive.open(f"{name}.npy") as file:
@@ -175,7 +176,7 @@ class NpzFiles:
         if len(lengths) != 1 or () in lengths:
             shapes = ", ".join(f"{name} {shape}" for name, (shape, _) in headers.items())
             remedy = "Write one entry per sample into each array."
-            raise self._options.data_error(f"arrays of equal length in {path}", shapes, remedy)
+            raise errors.DataError(f"arrays of equal length in {path}", shapes, remedy)
         layout = tuple(
             (name, dtype.newbyteorder("=").str, shape[1:])
             for name, (shape, dtype) in headers.items()
@@ -208,8 +209,8 @@ def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
 class ParquetFiles:
     """Parquet files."""
 
-    def __init__(self, names: Any, options: ShardOptions):
-        self._names, self._options = names, options
+    def __init__(self, names: Any):
+        self._names = names
 
     def look(self, path: str) -> Found:
         """Reads the footer."""
@@ -226,7 +227,7 @@ class ParquetFiles:
         columns = _columns_in(name)
         if missing := [column for column in columns if column not in schema.names]:
             known = ", ".join(schema.names)
-            raise self._options.data_error(
+            raise errors.DataError(
                 f"a column {missing[0]!r} in {path}", known, "Pass one of these."
             )
         kinds = [_kind(schema.field(column).type) for column in columns]
@@ -237,7 +238,7 @@ class ParquetFiles:
             types = ", ".join(f"{column} {schema.field(column).type}" for column in columns)
             remedy = "Convert the column when the files are written."
             expected = f"columns of numbers, or a column of lists of fixed length, in {path}"
-            raise self._options.data_error(expected, types, remedy)
+            raise errors.DataError(expected, types, remedy)
         dtype = np.result_type(*(kind[0] for kind in kinds if kind is not None))
         return name, dtype.str, shape
 
@@ -267,7 +268,7 @@ class ParquetFiles:
         if not pyarrow.types.is_floating(kind):
             count += values.null_count
         if count:
-            raise self._options.data_error(
+            raise errors.DataError(
                 f"column {column!r} of {location.path} to have no nulls, which {kind} cannot hold",
                 f"{count} in row group {location.inner}",
                 "Fill them when the files are written, or write floats, whose nulls become NaN.",

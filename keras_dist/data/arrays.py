@@ -35,9 +35,9 @@ class ArraySource(IndexedSource):
         while isinstance(data, tuple) and len(data) > 1 and data[-1] is None:
             data = data[:-1]
         for path, leaf in leaves(data):
-            _check(path, leaf, options)
+            _check(path, leaf)
         arrays = mapped(as_array, data)
-        total = _common_length(list(leaves(arrays)), options)
+        total = _common_length(list(leaves(arrays)))
         facts = [
             Fact("the kind of data", "arrays", WHOLE),
             Fact("the arrays", described(arrays), WHOLE),
@@ -61,7 +61,7 @@ def no_reader(data: str, options: ShardOptions) -> None:
     )
 
 
-def _check(path: str, leaf: Any, options: ShardOptions) -> None:
+def _check(path: str, leaf: Any) -> None:
     expected, received = f"{path} to be a numpy array", f"an object of type {type(leaf).__name__}"
     if not is_tensor(leaf):
         remedy = "Convert it with numpy.asarray, or give shard() a tf.data.Dataset."
@@ -72,14 +72,14 @@ def _check(path: str, leaf: Any, options: ShardOptions) -> None:
         remedy = "Convert the columns, or pass dict(frame) for one array per column."
     else:
         return
-    raise errors.ArgumentTypeError(options.where, expected, received, remedy)
+    raise errors.ArgumentTypeError(expected, received, remedy)
 
 
-def _common_length(arrays: list[tuple[str, Any]], options: ShardOptions) -> int:
+def _common_length(arrays: list[tuple[str, Any]]) -> int:
     lengths = {path: len(array) if array.ndim else None for path, array in arrays}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         text = ", ".join(f"{path} {length}" for path, length in lengths.items())
-        raise options.data_error(
+        raise errors.DataError(
             "arrays with one entry per sample, all of the same length",
             text.replace("None", "a scalar") or "no array and no file",
             "Cut them to the same first dimension.",
@@ -106,14 +106,14 @@ class SampleSource(IndexedSource):
             remedy = "The data set makes the batches; set the batch size there."
             options.refuse(kind, {"global_batch_size": remedy, "batch_size": remedy})
         if self._settings is not None and options.batched is False:
-            raise options.argument_error(
+            raise errors.ArgumentError(
                 "no batched=False for a PyDataset",
                 "batched=False",
                 "Its elements are batches; omit the argument.",
             )
         join: Any = concatenated if is_batched else stacked
         of, batch_size = ("batches", 1) if is_batched else ("samples", DEFAULT_BATCH_SIZE)
-        total = _length(data, options)
+        total = _length(data)
         if total == 0:
             options.need_samples(0, of)
         first = mapped(as_array, join([data[0]]))
@@ -133,11 +133,11 @@ class SampleSource(IndexedSource):
         return for_keras(self.batches, settings=self._settings)
 
 
-def _length(data: Any, options: ShardOptions) -> int:
+def _length(data: Any) -> int:
     total = getattr(data, "num_batches", None) if not hasattr(data, "__len__") else len(data)
     # Infinite data has no length, or the largest integer.
     if total is None or total >= np.iinfo(np.int64).max:
-        raise options.data_error(
+        raise errors.DataError(
             "data with an end",
             f"a {type(data).__name__} without one",
             "Give it a length, or pass a function that returns a generator, and steps.",

@@ -17,7 +17,7 @@ from keras_dist import errors, runtime
 from keras_dist.data.consistency import Compared, Source
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.nested import mapped
-from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_options import Fact, ShardOptions, check_choice, wrong_kind
 
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]  # a path, a glob pattern, or a list of them
@@ -58,7 +58,7 @@ class FileIndex:
     ):
         self.paths, self.options, self.own = paths, options, own
         remedy = "'raise' reports the file as an error, 'skip' skips it with a message."
-        options.check_choice("unreadable", unreadable, get_args(Unreadable), remedy)
+        check_choice("unreadable", unreadable, get_args(Unreadable), remedy)
         self._unreadable = unreadable
         self.facts = [*facts, Fact("unreadable", unreadable), *options.facts()]
         if mine is None:
@@ -75,7 +75,7 @@ class FileIndex:
         bad = [each for each in everything if isinstance(each, str)]
         if len(bad) == len(everything):
             reason, remedy = " ".join(bad[:1]) or "none", "Check the paths on every node."
-            raise self.options.data_error("readable files", reason, remedy)
+            raise errors.DataError("readable files", reason, remedy)
         if bad:
             more = f" And {len(bad) - NAMED} more." if len(bad) > NAMED else ""
             names = " ".join(bad[:NAMED])
@@ -98,7 +98,7 @@ class FileIndex:
         number, first = good[0]
         for other, each in good:
             if each.layout != first.layout:
-                raise self.options.data_error(
+                raise errors.DataError(
                     f"rows of {self.paths[other]} to be {first.layout} as in {self.paths[number]}",
                     f"{each.layout}",
                     "Write all files with the same layout.",
@@ -111,7 +111,8 @@ class FileIndex:
         except Exception as failure:  # a damaged file may raise anything
             text = " ".join(str(failure).split()) or type(failure).__name__
             if not isinstance(failure, errors.DataError):
-                text = self.options.explain(
+                text = errors.explain(
+                    runtime.where(),
                     f"{path} to be readable",
                     f"{type(failure).__name__}: {text}",
                     "Replace the file, or pass unreadable='skip'.",
@@ -126,21 +127,21 @@ def _open(path: str) -> None:
         pass
 
 
-def expanded(paths: Paths, options: ShardOptions) -> list[str]:
+def expanded(paths: Paths) -> list[str]:
     """Expands patterns into paths."""
     found = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else list(paths):
         if not isinstance(path, str | os.PathLike):
-            raise options.wrong_kind("a path", path)
+            raise wrong_kind("a path", path)
         name = os.fspath(path)
         is_pattern = glob.has_magic(name) and not os.path.exists(name)
         matches = sorted(glob.glob(name, recursive=True)) if is_pattern else [name]
         if not matches:
             remedy = "Check the path on every node."
-            raise options.data_error(f"files that match {name}", "none", remedy)
+            raise errors.DataError(f"files that match {name}", "none", remedy)
         found += matches
     if not found:
-        raise options.data_error("paths of files", "none", "Pass at least one.")
+        raise errors.DataError("paths of files", "none", "Pass at least one.")
     return found
 
 
@@ -183,7 +184,7 @@ def source_of_files(data: Sequence[str | os.PathLike[str]], options: ShardOption
     facts = facts_of_files(names)
     if len(names) >= options.size:
         if options.way in ("global", "draw"):
-            raise options.argument_error(
+            raise errors.ArgumentError(
                 "one data set that all ranks read, for one order of all samples",
                 f"{'sample()' if options.draws else 'shuffle=global'} with a list of files",
                 "Pass reader(files), one tf.data.Dataset of all files, instead of the list.",
@@ -204,7 +205,7 @@ def _names_of_rank(names: Sequence[str], options: ShardOptions) -> Compared:
     reading = "batch_size global_batch_size batched shuffle steps shuffle_buffer draws".split()
     options.refuse("files without a reader", dict.fromkeys(reading, remedy))
     if len(names) < options.size:
-        raise options.data_error(
+        raise errors.DataError(
             f"at least {options.size} files, one for each rank",
             str(len(names)),
             "Pass reader to shard the elements in the files, or use more files or fewer ranks.",
@@ -218,5 +219,5 @@ def _read(names: Sequence[str], options: ShardOptions) -> Any:
 
     dataset = options.reader(list(names)) if options.reader is not None else None
     if not isinstance(dataset, tf.data.Dataset):
-        raise options.wrong_kind("reader to return a tf.data.Dataset", dataset)
+        raise wrong_kind("reader to return a tf.data.Dataset", dataset)
     return dataset

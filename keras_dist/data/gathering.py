@@ -102,7 +102,6 @@ def indices_of(data: Any) -> np.ndarray:
     if found is not None and found.samples is not None:
         return found.samples()
     raise errors.DataError(
-        runtime.where(),
         "data that shard() made of samples, with shuffle=False",
         "data that is shuffled, or whose elements are batches or files"
         if epochs.is_sharded(data)
@@ -186,4 +185,4 @@ def _inputs(batch: Any) -> Any:
 
 def _refuse(kind: type[errors.KerasDistError], expected: str, received: str) -> None:
     remedy = "Pass data that is the same on every rank, in one order, as to model.predict."
-    raise kind(runtime.where(), expected, received, remedy)
+    raise kind(expected, received, remedy)

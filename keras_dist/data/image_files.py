@@ -9,10 +9,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from keras_dist import errors
 from keras_dist.data import consistency
 from keras_dist.data.files import Found, Unreadable, facts_of_names
 from keras_dist.data.partition import Remainder, Shuffle
-from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_options import Fact, ShardOptions, check_choice, wrong_kind
 from keras_dist.data.shard_source import Decoder, Location, Read, ShardSource, found_of
 
 LabelMode = Literal["int", "categorical", "binary", "raw"]
@@ -106,16 +107,15 @@ def image_dataset(
     """
 
     def make_classes() -> Classes:
-        options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
-        found = listed(images, directory, x_col, y_col, label_mode, options)
-        return Classes(found, label_mode, class_names, own, options)
+        found = listed(images, directory, x_col, y_col, label_mode)
+        return Classes(found, label_mode, class_names, own)
 
     found, classes = consistency.prepare(make_classes)
 
     def make_source() -> ShardSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         labels = labels_of(found, classes, label_mode)
-        files = ImageFiles(labels, image_size, color_mode, unreadable, options)
+        files = ImageFiles(labels, image_size, color_mode, unreadable)
         facts = [Fact("image_size", tuple(image_size)), Fact("color_mode", color_mode)]
         if not own:
             facts += facts_of_names(found.names)
@@ -139,13 +139,12 @@ class ImageFiles:
         image_size: tuple[int, int],
         color_mode: ColorMode,
         unreadable: Unreadable,
-        options: ShardOptions,
     ):
         remedy = "See image_dataset()."
         if len(image_size) != 2 or not all(type(n) is int and n > 0 for n in image_size):
             expected = "image_size to be height and width in pixels"
-            raise options.argument_error(expected, repr(image_size), remedy)
-        options.check_choice("color_mode", color_mode, get_args(ColorMode), remedy)
+            raise errors.ArgumentError(expected, repr(image_size), remedy)
+        check_choice("color_mode", color_mode, get_args(ColorMode), remedy)
         self._size, self._mode = image_size, PILLOW_MODE[color_mode]
         self._unreadable = unreadable
         self._labels = labels
@@ -210,17 +209,16 @@ class Classes:
         mode: LabelMode | None,
         class_names: Sequence[str] | None,
         own: bool,
-        options: ShardOptions,
     ):
         found = sorted(set(images.targets)) if mode not in (None, "raw") else []
         unknown = set(found) - set(class_names if class_names is not None else found)
         if unknown:
-            raise options.data_error(
+            raise errors.DataError(
                 f"images of the classes {list(class_names or ())}",
                 f"images of class {sorted(unknown)[0]!r}",
                 "Add the class to class_names, or remove these images.",
             )
-        self._images, self._named, self._mode, self._options = images, class_names, mode, options
+        self._images, self._named, self._mode = images, class_names, mode
         self.held = found
         self.facts = [Fact("label_mode", mode), Fact("own", own)]
         self.facts += [Fact("class_names", class_names and list(class_names))]
@@ -232,9 +230,7 @@ class Classes:
         classes = sorted(set().union(*held)) if self._named is None else list(self._named)
         if self._mode == "binary" and len(classes) != 2:
             remedy = "Pass label_mode='int' or 'categorical'."
-            raise self._options.data_error(
-                "two classes for label_mode='binary'", f"{classes}", remedy
-            )
+            raise errors.DataError("two classes for label_mode='binary'", f"{classes}", remedy)
         return self._images, classes
 
 
@@ -244,27 +240,26 @@ def listed(
     x_col: str,
     y_col: str | Sequence[str],
     mode: LabelMode | None,
-    options: ShardOptions,
 ) -> Images:
     """Lists the images of a directory or of a DataFrame."""
-    options.check_choice("label_mode", mode, (*get_args(LabelMode), None), "See image_dataset().")
+    check_choice("label_mode", mode, (*get_args(LabelMode), None), "See image_dataset().")
     if isinstance(images, str | os.PathLike):
-        found = _of_directory(Path(images), mode, options)
+        found = _of_directory(Path(images), mode)
     elif hasattr(images, "columns"):
-        found = _of_frame(images, Path(directory or ""), x_col, y_col, mode, options)
+        found = _of_frame(images, Path(directory or ""), x_col, y_col, mode)
     else:
-        raise options.wrong_kind("a directory or a DataFrame", images)
+        raise wrong_kind("a directory or a DataFrame", images)
     if not found.paths:
-        raise options.data_error(f"images in {images!s:.200}", "none", SAME)
+        raise errors.DataError(f"images in {images!s:.200}", "none", SAME)
     return found
 
 
-def _of_directory(directory: Path, mode: LabelMode | None, options: ShardOptions) -> Images:
+def _of_directory(directory: Path, mode: LabelMode | None) -> Images:
     if mode == "raw":
         remedy = "Pass a DataFrame with a value for each image."
-        raise options.argument_error("no label_mode='raw' for a directory", "'raw'", remedy)
+        raise errors.ArgumentError("no label_mode='raw' for a directory", "'raw'", remedy)
     if not directory.is_dir():
-        raise options.data_error(f"a directory {directory}", "none", SAME)
+        raise errors.DataError(f"a directory {directory}", "none", SAME)
     found = sorted(
         os.path.relpath(os.path.join(folder, name), directory)
         for folder, _, names in os.walk(directory, followlinks=True)
@@ -283,14 +278,13 @@ def _of_frame(
     x_col: str,
     y_col: str | Sequence[str],
     mode: LabelMode | None,
-    options: ShardOptions,
 ) -> Images:
     wanted = [y_col] if isinstance(y_col, str) else list(y_col)
     for column in [x_col, *(wanted if mode is not None else ())]:
         if column not in frame.columns:
             known = ", ".join(map(str, frame.columns))
             remedy = "Pass x_col and y_col."
-            raise options.data_error(f"a column {column!r}", known, remedy)
+            raise errors.DataError(f"a column {column!r}", known, remedy)
     names = [str(name) for name in frame[x_col]]
     targets: Any = None
     if mode == "raw":

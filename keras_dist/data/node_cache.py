@@ -13,7 +13,7 @@ from typing import NamedTuple
 from keras_dist import errors, ops, runtime
 from keras_dist.data import consistency
 from keras_dist.data.fetching import Fetch, NotOwnError, hold, is_url
-from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_options import Fact, wrong_kind
 
 REPORT_SECONDS = 0.5
 LINE_SECONDS = 5.0
@@ -99,19 +99,18 @@ def _request(
     unpack: bool,
 ) -> consistency.Compared:
     """Returns the entry of the cache, and the arguments, which all ranks compare."""
-    options = ShardOptions()
     for what, path in (("source", source), ("cache_dir", cache_dir)):
         if not isinstance(path, str | os.PathLike):
-            raise options.wrong_kind(f"{what} to be a path", path)
+            raise wrong_kind(f"{what} to be a path", path)
     name = os.fspath(source)
     if not is_url(name):
         name = os.path.abspath(name)
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         remedy = "Pass the output of sha256sum."
-        raise options.argument_error("sha256 to be 64 hexadecimal digits", repr(sha256), remedy)
+        raise errors.ArgumentError("sha256 to be 64 hexadecimal digits", repr(sha256), remedy)
     if sha256 is not None and os.path.isdir(name):
         remedy = "Leave it out."
-        raise options.argument_error("no sha256 for a directory", f"one for {name}", remedy)
+        raise errors.ArgumentError("no sha256 for a directory", f"one for {name}", remedy)
     fetch = Fetch(name, Path(cache_dir), sha256 and sha256.lower(), unpack)
     compared = {"source": name, "sha256": sha256, "unpack": unpack}
     facts = [Fact(label, value, SAME) for label, value in compared.items()]

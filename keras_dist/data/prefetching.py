@@ -11,10 +11,11 @@ from typing import Any
 
 import keras
 
+from keras_dist import errors
 from keras_dist.data import epochs
 from keras_dist.data.array_dataset import Passes
 from keras_dist.data.nested import mapped
-from keras_dist.data.shard_options import ShardOptions
+from keras_dist.data.shard_options import wrong_kind
 
 # A function for each batch to make, and its future; `None` ends the thread.
 Wanted = queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future] | None]
@@ -45,15 +46,14 @@ def prefetch(data: Any, count: int = 2) -> Any:
     train = keras_dist.data.prefetch(keras_dist.data.npz("train/*.npz", x="images", y="labels"))
     ```
     """
-    options = ShardOptions()
     if not isinstance(count, int) or count < 1:
-        raise options.argument_error("count to be at least 1", repr(count), "Leave it out.")
+        raise errors.ArgumentError("count to be at least 1", repr(count), "Leave it out.")
     if isinstance(data, keras.utils.PyDataset):
         made: Any = Prefetched(data, count)
     elif hasattr(data, "element_spec"):
         made = _tf_prefetched(data, count)
     else:
-        raise options.wrong_kind("a tf.data.Dataset or a keras.utils.PyDataset", data)
+        raise wrong_kind("a tf.data.Dataset or a keras.utils.PyDataset", data)
     if epochs.is_sharded(data):
         epochs.register(made, epochs.of(data))
     return made

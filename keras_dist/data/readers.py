@@ -70,7 +70,7 @@ def segments_of_hdf5(path: str, names: Sequence[str]) -> list[RowSegment]:
         found = [_look_up(file, path, name) for name in names]
     lengths = {segment.name: segment.length for segment in found}
     if len(set(lengths.values())) > 1:
-        raise _error(
+        raise errors.DataError(
             f"data sets of equal length in {path}",
             ", ".join(f"{name!r} {length}" for name, length in lengths.items()),
             "Cut them to the same first dimension.",
@@ -85,12 +85,12 @@ def segment_of_npy(path: str) -> RowSegment:
     except (OSError, ValueError, EOFError) as failure:
         raise _unreadable(path, failure, "Write the file again with numpy.save.") from failure
     if not isinstance(array, np.memmap):
-        raise _error(
+        raise errors.DataError(
             f"{path} to be one array", type(array).__name__, "Save each array in a file of its own."
         )
     _check_rows(path, array.dtype, array.shape)
     if not array.flags.c_contiguous:
-        raise _error(
+        raise errors.DataError(
             f"{path} to be in C order",
             "an array in Fortran order",
             "Save numpy.ascontiguousarray(array).",
@@ -123,7 +123,7 @@ def _look_up(file: Any, path: str, name: str) -> RowSegment:
         file.visititems(
             lambda key, item: known.append(key) if isinstance(item, h5py.Dataset) else None
         )
-        raise _error(
+        raise errors.DataError(
             f"a data set {name!r} in {path}",
             "a file with " + (", ".join(map(repr, sorted(known)[:8])) or "none"),
             "Pass one of these names.",
@@ -144,9 +144,11 @@ def _look_up(file: Any, path: str, name: str) -> RowSegment:
 
 def _check_rows(label: str, dtype: np.dtype, shape: tuple[int, ...] | None) -> None:
     if not shape:
-        raise _error(f"{label} to have rows", "a scalar or no data", "Add a first dimension.")
+        raise errors.DataError(
+            f"{label} to have rows", "a scalar or no data", "Add a first dimension."
+        )
     if dtype.kind not in "biufcS":
-        raise _error(
+        raise errors.DataError(
             f"{label} to hold numbers or strings of fixed length",
             f"dtype {dtype}",
             "Convert it, or store each field as a separate data set.",
@@ -158,7 +160,7 @@ def _check_sources(dataset: Any, path: str) -> None:
     for source in dataset.virtual_sources():
         name = os.path.join(os.path.dirname(path), source.file_name)
         if source.file_name != "." and not Path(name).is_file():
-            raise _error(
+            raise errors.DataError(
                 f"the sources of the virtual data set {dataset.name!r} in {path}",
                 f"no file {name}",
                 "Restore the file, or create the virtual data set without it.",
@@ -167,11 +169,7 @@ def _check_sources(dataset: Any, path: str) -> None:
 
 def _unreadable(path: str, failure: Exception, remedy: str) -> errors.DataError:
     reason = " ".join(str(failure).split()) or type(failure).__name__
-    return _error(f"{path} to be readable", reason, remedy)
-
-
-def _error(expected: str, received: str, remedy: str) -> errors.DataError:
-    return errors.DataError(runtime.where(), expected, received, remedy)
+    return errors.DataError(f"{path} to be readable", reason, remedy)
 
 
 # --- Readers
@@ -259,7 +257,6 @@ class FileReader:
                 file[segment.name].read_direct(rows, np.s_[first : first + len(rows)])
         except OSError as failure:
             raise errors.DataError(
-                runtime.where(),
                 f"{segment.name or 'rows'} in {segment.path} to be readable",
                 " ".join(str(failure).split()),
                 "The file is damaged, or has changed since the data set was created.",

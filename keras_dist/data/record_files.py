@@ -17,7 +17,7 @@ from keras_dist.data.files import (
     facts_of_files,
 )
 from keras_dist.data.partition import Remainder, Shuffle
-from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_options import Fact, ShardOptions, wrong_kind
 from keras_dist.data.sharding import shard
 
 Parse = Callable[[Any], Any]
@@ -84,8 +84,8 @@ def tfrecord(
             batch_size, shuffle, seed, remainder, steps, shuffle_buffer=shuffle_buffer
         )
         if not callable(parse):
-            raise options.wrong_kind("parse to be a function of a record", parse)
-        paths = expanded(files, options)
+            raise wrong_kind("parse to be a function of a record", parse)
+        paths = expanded(files)
         facts = [*facts_of_files(paths), Fact("compression", compression)]
         look = functools.partial(_look, compression)
         return _RecordIndex(look, paths, options, unreadable, facts)

@@ -24,7 +24,7 @@ from keras_dist.data.indexed import for_keras
 from keras_dist.data.nested import leaves, mapped
 from keras_dist.data.partition import Plan
 from keras_dist.data.readers import Column, FileReader, RowSegment, ScatteringReader
-from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_options import Fact, ShardOptions, check_choice, whole_number, wrong_kind
 
 BLOCK_NBYTES = 16 << 20
 
@@ -65,9 +65,9 @@ class RowSource(FileIndex):
         named = list(leaves(data, "data"))
         for label, name in [*named, *((f"file {n}", file) for n, file in enumerate(files))]:
             if not isinstance(name, str | os.PathLike):
-                raise options.wrong_kind(f"{label} to be a name", name)
+                raise wrong_kind(f"{label} to be a name", name)
         if not named or not files:
-            raise options.data_error("files and names of data sets", "none", SAME)
+            raise errors.DataError("files and names of data sets", "none", SAME)
         names, paths = [os.fspath(name) for _, name in named], list(map(os.fspath, files))
         self._data, self._block, self._mpi_io = data, block, mpi_io
         # The rank that reads for each rank: the first of its group.
@@ -144,9 +144,7 @@ class RowSource(FileIndex):
         columns = [Column(s) for s in zip(*(file.segments for file in files), strict=True)]
         if len({column.shape[0] for column in columns}) > 1:
             lengths = ", ".join(f"{c.segments[0].path} {c.shape[0]}" for c in columns)
-            raise self.options.data_error(
-                "files of equal length", lengths, "Cut them to the same length."
-            )
+            raise errors.DataError("files of equal length", lengths, "Cut them to the same length.")
         return columns
 
     def _merged(self, held: Sequence[Any]) -> list[dict[int, Any]]:
@@ -175,7 +173,7 @@ class RowSource(FileIndex):
                 if segment.offset is None:
                     expected = f"a contiguous layout of {segment.name!r} in {segment.path}"
                     remedy = "Omit mpi_io, or write it without chunks and compression."
-                    raise self.options.data_error(
+                    raise errors.DataError(
                         expected, "chunks, a virtual data set or no data", remedy
                     )
         comm = runtime.communicator()
@@ -189,24 +187,24 @@ def _check_reading(
 ) -> None:
     """Raises if an argument that says how rows are read is invalid."""
     if mpi_io == "collective":
-        raise options.argument_error(
+        raise errors.ArgumentError(
             "mpi_io to be None or 'independent'",
             "'collective', which has been removed",
             "Pass mpi_io='independent', so that each rank reads its rows, or readers.",
         )
     choices = (None, *get_args(MpiIo))
-    options.check_choice("mpi_io", mpi_io, choices, "See hdf5() for what each does.")
-    options.count("block", block)
-    if (options.count("readers", readers) or 1) > options.size:
+    check_choice("mpi_io", mpi_io, choices, "See hdf5() for what each does.")
+    whole_number("block", block)
+    if (whole_number("readers", readers) or 1) > options.size:
         expected = f"readers to be 1 to {options.size}, the number of ranks"
-        raise options.argument_error(expected, str(readers), "Omit it.")
+        raise errors.ArgumentError(expected, str(readers), "Omit it.")
     if readers is not None and mpi_io is not None:
         expected, received, remedy = "readers or mpi_io, not both", "both", "Omit one of them."
-        raise options.argument_error(expected, received, remedy)
+        raise errors.ArgumentError(expected, received, remedy)
     if readers is not None and options.may_shrink:
         expected = "no rank that reads for others, as the others may go on without it"
         remedy = "Omit readers, so that each rank reads its rows."
-        raise options.argument_error(expected, f"readers={readers}", remedy)
+        raise errors.ArgumentError(expected, f"readers={readers}", remedy)
 
 
 def _compare(

@@ -54,23 +54,22 @@ class ShardOptions:
     draws: bool = False
     rank: int = dataclasses.field(default_factory=runtime.fit_rank)
     size: int = dataclasses.field(default_factory=runtime.fit_size)
-    where: str = dataclasses.field(default_factory=runtime.where)
     may_shrink: bool = dataclasses.field(default_factory=runtime.can_survive_rank_loss)
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "steps", "shuffle_buffer", "global_batch_size"):
-            self._set(name, self.count(name, getattr(self, name)))
-        self._set("seed", self.count("seed", self.seed, least=0, optional=False))
+            self._set(name, whole_number(name, getattr(self, name)))
+        self._set("seed", whole_number("seed", self.seed, least=0, optional=False))
         if self.shuffle not in (None, "global") and not isinstance(self.shuffle, bool):
-            raise self.wrong_kind("shuffle to be True, False or 'global'", self.shuffle)
+            raise wrong_kind("shuffle to be True, False or 'global'", self.shuffle)
         if self.batched is not None and not isinstance(self.batched, bool):
-            raise self.wrong_kind("batched to be True or False", self.batched)
+            raise wrong_kind("batched to be True or False", self.batched)
         if self.reader is not None and not callable(self.reader):
-            raise self.wrong_kind(
+            raise wrong_kind(
                 "reader to be a function from file names to a tf.data.Dataset", self.reader
             )
         remedy = "See shard() for what each does if samples do not divide evenly."
-        self.check_choice("remainder", self.remainder, get_args(Remainder), remedy)
+        check_choice("remainder", self.remainder, get_args(Remainder), remedy)
         if self.global_batch_size is not None:
             self._set("batch_size", self._portion_of_batch(self.global_batch_size))
 
@@ -85,7 +84,7 @@ class ShardOptions:
             remedy = f"Pass for example {max(1, share) * self.size}."
         else:
             return share
-        raise self.argument_error(expected, received, remedy)
+        raise errors.ArgumentError(expected, received, remedy)
 
     @property
     def way(self) -> Way | None:
@@ -130,7 +129,7 @@ class ShardOptions:
         """Returns the plan of this rank for files, from the number of elements of each rank."""
         plan = plan_spread(counts, self.rank, batch_size, self.remainder)
         if plan is None:
-            raise self.data_error(
+            raise errors.DataError(
                 f"files with elements for {-(-max(counts) // batch_size)} steps on each rank, as "
                 f"on the rank with the most elements",
                 f"{counts} elements by rank",
@@ -154,31 +153,17 @@ class ShardOptions:
         sizes = ("batch_size", "global_batch_size", "steps") if independent else ()
         return [fact.value for fact in facts if fact.label not in sizes]
 
-    def explain(self, expected: str, received: str, remedy: str) -> str:
-        """Returns the text of an error on this rank."""
-        return errors.explain(self.where, expected, received, remedy)
-
-    def data_error(self, expected: str, received: str, remedy: str) -> errors.DataError:
-        return errors.DataError(self.where, expected, received, remedy)
-
-    def argument_error(self, expected: str, received: str, remedy: str) -> errors.ArgumentError:
-        return errors.ArgumentError(self.where, expected, received, remedy)
-
-    def wrong_kind(self, expected: str, received: object) -> errors.ArgumentTypeError:
-        text = f"{reprlib.repr(received)} of type {type(received).__name__}"
-        return errors.ArgumentTypeError(self.where, expected, text, "See the arguments of shard().")
-
     def refuse(self, data: str, reasons: dict[str, str]) -> None:
         """Refuses arguments that are not defined for a kind of data."""
         for name, remedy in reasons.items():
             value = getattr(self, name)
             if value is not None and value is not False:
-                raise self.argument_error(f"no {name} for {data}", f"{name}={value!r}", remedy)
+                raise errors.ArgumentError(f"no {name} for {data}", f"{name}={value!r}", remedy)
 
     def need_samples(self, total: int, of: str = "samples") -> None:
         """Checks that there is at least one sample for every rank."""
         if total < self.size:
-            raise self.data_error(
+            raise errors.DataError(
                 f"at least {self.size} {of}, one for each rank",
                 f"{total}",
                 "Use more data or start fewer ranks.",
@@ -187,37 +172,43 @@ class ShardOptions:
     def need_steps(self, available: int) -> None:
         """Checks that an epoch has the steps that the user passed."""
         if self.steps is not None and self.steps > available:
-            raise self.data_error(
+            raise errors.DataError(
                 f"data for steps={self.steps} on each of {self.size} ranks",
                 f"enough for {available}",
                 "Lower steps or leave it out; use more data or a smaller batch.",
             )
 
-    def check_choice(
-        self, name: str, value: object, choices: Sequence[object], remedy: str
-    ) -> None:
-        """Checks that an argument has one of a few values."""
-        if value not in choices:
-            expected = f"{name} to be one of {', '.join(map(repr, choices))}"
-            raise self.argument_error(expected, repr(value), remedy)
-
-    def count(self, name: str, value: Any, least: int = 1, optional: bool = True) -> int | None:
-        """Returns an argument that is a whole number, as an `int`; raises if it is none."""
-        if value is None and optional:
-            return None
-        try:
-            count = operator.index(value)
-        except TypeError:
-            count = None
-        if count is None or isinstance(value, bool):
-            raise self.wrong_kind(f"{name} to be an integer", value)
-        if count < least:
-            raise self.argument_error(
-                f"{name} to be at least {least}",
-                str(count),
-                f"Pass a larger {name}" + (" or leave it out." if optional else "."),
-            )
-        return count
-
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+# --- Checks of arguments
+
+
+def wrong_kind(expected: str, received: object) -> errors.ArgumentTypeError:
+    """Returns the error of an argument of a wrong type."""
+    text = f"{reprlib.repr(received)} of type {type(received).__name__}"
+    return errors.ArgumentTypeError(expected, text, "See the arguments of shard().")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object], remedy: str) -> None:
+    """Checks that an argument has one of a few values."""
+    if value not in choices:
+        expected = f"{name} to be one of {', '.join(map(repr, choices))}"
+        raise errors.ArgumentError(expected, repr(value), remedy)
+
+
+def whole_number(name: str, value: Any, least: int = 1, optional: bool = True) -> int | None:
+    """Returns an argument that is a whole number, as an `int`; raises if it is none."""
+    if value is None and optional:
+        return None
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or isinstance(value, bool):
+        raise wrong_kind(f"{name} to be an integer", value)
+    if count < least:
+        remedy = f"Pass a larger {name}" + (" or leave it out." if optional else ".")
+        raise errors.ArgumentError(f"{name} to be at least {least}", str(count), remedy)
+    return count

@@ -65,7 +65,7 @@ class ShardSource(FileIndex):
         mixed: int = MIXED,
     ):
         if own and options.shuffle == "global":
-            raise options.argument_error(
+            raise errors.ArgumentError(
                 "shuffle to be True or False for files, where each rank has its own",
                 "shuffle='global'",
                 "Pass samples to shard(), which have a global order.",
@@ -205,7 +205,6 @@ class CachedShards:
             raise
         except Exception as failure:  # a damaged file may raise anything
             raise errors.DataError(
-                runtime.where(),
                 f"{location.path} to be readable",
                 f"{type(failure).__name__}: {failure}",
                 "The file is damaged, or has changed since the data set was created.",
@@ -271,7 +270,7 @@ class Decoder:
         print(line.encode(errors="backslashreplace").decode(), flush=True)
 
     def _error(self, name: str, reason: str, remedy: str) -> errors.DataError:
-        return errors.DataError(runtime.where(), f"{name} to be readable", reason, remedy)
+        return errors.DataError(f"{name} to be readable", reason, remedy)
 
     def _threads(self) -> concurrent.futures.ThreadPoolExecutor:
         with self._lock:

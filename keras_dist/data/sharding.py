@@ -13,7 +13,7 @@ from keras_dist.data import arrays, consistency, epochs, files
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.nested import is_a, is_tensor, is_tf_dataset
 from keras_dist.data.partition import Remainder, Shuffle
-from keras_dist.data.shard_options import ShardOptions
+from keras_dist.data.shard_options import ShardOptions, wrong_kind
 from keras_dist.runtime.process_sets import ProcessSet
 
 
@@ -271,7 +271,6 @@ def set_epoch(data: Any, epoch: int) -> None:
     known = epochs.of(data)
     if known is None or epoch < 0:
         raise errors.ArgumentError(
-            runtime.where(),
             "data of keras_dist.data, and an epoch of at least 0",
             f"an object of type {type(data).__name__}, epoch {epoch}",
             "Pass the result of shard(); what is made from it by map() or batch() has no "
@@ -301,7 +300,7 @@ def _source(data: Any, options: ShardOptions) -> consistency.Source:
         from keras_dist.data.streams import source_of_stream
 
         return source_of_stream(data, options)
-    raise options.wrong_kind(
+    raise wrong_kind(
         "data to be numpy arrays (alone or in tuples, lists and dicts), a tf.data.Dataset, a "
         "PyDataset, a torch Dataset or DataLoader, an object with a length and samples by index, "
         "a function that returns a generator, an iterator, or a list of file names",

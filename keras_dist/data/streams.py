@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from keras_dist import errors
 from keras_dist.data.array_dataset import InOrder
 from keras_dist.data.consistency import Compared
 from keras_dist.data.epochs import Epochs, kind_of
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.nested import as_array, concatenated, leaves, mapped, stacked
 from keras_dist.data.partition import plan_round_robin
-from keras_dist.data.shard_options import Fact, ShardOptions
+from keras_dist.data.shard_options import Fact, ShardOptions, wrong_kind
 
 SAME = "Pass shard() a function that makes the same generator on every rank."
 
@@ -32,13 +33,13 @@ def source_of_stream(data: Any, options: ShardOptions) -> Compared:
     def iterate() -> Iterator[Any]:
         iterable = data() if callable(data) else data
         if not hasattr(iterable, "__iter__"):
-            raise options.wrong_kind("the function to return a generator", iterable)
+            raise wrong_kind("the function to return a generator", iterable)
         return iter(iterable)
 
     total, steps = None, options.steps
     if steps is None:
         if reads_once:
-            raise options.data_error(
+            raise errors.DataError(
                 "steps, or a function that makes a generator for each epoch",
                 "an iterator, which can be read only once",
                 "Pass steps, the number of batches in an epoch on each rank, or the function "
@@ -139,7 +140,7 @@ class StreamDataset(InOrder):
             yield self._portion(elements_of_step)
             made += 1
         if made < self._steps:
-            raise self._options.data_error(
+            raise errors.DataError(
                 f"data for {self._steps} steps on each of {self._options.size} ranks",
                 f"data that ended after {made}",
                 "Lower steps, or make the generator yield as many elements each time.",

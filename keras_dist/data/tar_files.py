@@ -12,7 +12,7 @@ import numpy as np
 from keras_dist.data import consistency
 from keras_dist.data.files import Found, Paths, Unreadable, expanded, facts_of_files
 from keras_dist.data.partition import Remainder, Shuffle
-from keras_dist.data.shard_options import ShardOptions
+from keras_dist.data.shard_options import ShardOptions, wrong_kind
 from keras_dist.data.shard_source import MIXED, Decoder, Location, Read, ShardSource, found_of
 
 KEY = "__key__"
@@ -100,8 +100,8 @@ def tar(
     def make_source() -> ShardSource:
         options = ShardOptions(batch_size, shuffle, seed, remainder, steps)
         if not callable(decode):
-            raise options.wrong_kind("decode to be a function of a sample", decode)
-        paths = expanded(files, options)
+            raise wrong_kind("decode to be a function of a sample", decode)
+        paths = expanded(files)
         kind = TarFiles(decode, unreadable)
         return ShardSource(kind, paths, options, unreadable, facts_of_files(paths))
 

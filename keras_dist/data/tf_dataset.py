@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dist import errors, runtime
 from keras_dist.data import tf_order
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE, WHOLE
@@ -95,7 +96,7 @@ class FileSource:
         self._count = None if options.steps else count_elements(self._dataset)
         self.held = self._count, held_files(self._dataset, complete=True)
         if self._count is not None and self._count < 0:
-            raise options.data_error(
+            raise errors.DataError(
                 "data with an end, or steps",
                 "a reader whose tf.data.Dataset has no end",
                 "Remove .repeat() from the reader, or pass steps.",
@@ -214,7 +215,7 @@ def _check_batches(dataset: tf.data.Dataset, options: ShardOptions) -> None:
     options.refuse("a tf.data.Dataset of batches", remedies)
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", None) is not None and spec.shape.rank == 0:
-            raise options.data_error(
+            raise errors.DataError(
                 "a tf.data.Dataset of batches, because no batch_size was passed",
                 f"elements of {dataset.element_spec!r}",
                 "Pass batch_size, so that shard() makes the batches.",
@@ -236,16 +237,14 @@ def _length(dataset: tf.data.Dataset, options: ShardOptions) -> int | None:
             "Pass steps, the number of batches per epoch on each rank; or set the length: "
             "dataset.apply(tf.data.experimental.assert_cardinality(count))."
         )
-    raise options.data_error("data of a known length, or steps", received, remedy)
+    raise errors.DataError("data of a known length, or steps", received, remedy)
 
 
 def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
     """Returns the pipeline with deterministic order; raises if its order may differ."""
     reason = tf_order.unordered(dataset) if options.size > 1 else None
     if reason is not None:
-        raise options.data_error(
-            "a tf.data.Dataset with the same order on all ranks", reason, ORDER
-        )
+        raise errors.DataError("a tf.data.Dataset with the same order on all ranks", reason, ORDER)
     if dataset.options().deterministic is False:
         tf_options = tf.data.Options()
         tf_options.deterministic = True
@@ -258,7 +257,8 @@ def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Datase
 
 def _first_steps(batches: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
     """Returns the first `options.steps` batches; iteration raises if there are fewer."""
-    text = options.explain(
+    text = errors.explain(
+        runtime.where(),
         f"data for steps={options.steps} on each of {options.size} ranks",
         "data that ended earlier",
         "Lower steps, or add .repeat() to the data.",

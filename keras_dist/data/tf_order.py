@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist._compat import contract
 from keras_dist._compat import tf_data as private
 from keras_dist.data.shard_options import ShardOptions
@@ -181,7 +181,6 @@ def check_written(held: Sequence[HeldFiles]) -> None:
     shared = sorted(file for file in _shared(held) if not file.startswith(MADE))
     if shared:
         raise errors.DataError(
-            runtime.where(),
             "each rank of a host to cache its data in a file of its own",
             f".cache({shared[0]!r}) on several ranks, in the data of fit or evaluate",
             "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or call "
@@ -209,7 +208,7 @@ def with_own_caches(
     found = [file for file in held_files(dataset, complete=True)[1] if file in shared]
     if not found:
         return dataset
-    raise options.data_error(
+    raise errors.DataError(
         "each rank of a host to cache its pipeline in a file of its own",
         f".cache({found[0]!r}) on several ranks, before other transformations",
         "Put the rank into the name, as in cache(f'rows-{keras_dist.rank()}'); or make "

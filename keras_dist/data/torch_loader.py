@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist._compat.torch import draws, options_of
 from keras_dist.data.arrays import no_reader
 from keras_dist.data.indexed import WHOLE, IndexedBatches, IndexedSource
@@ -58,7 +58,6 @@ def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None)
     """Returns a loader of the batches of a whole data set that belong to one rank, in turn."""
     if loader.batch_sampler is None or isinstance(loader.sampler, RandomSampler):
         raise errors.ArgumentError(
-            runtime.where(),
             "a DataLoader of batches that keeps the order",
             f"a DataLoader with a {type(loader.sampler).__name__}",
             "Use shuffle=False and a batch_size.",
@@ -75,7 +74,7 @@ def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
     )
     if loader.batch_size is None or not known:
         own = loader.batch_sampler if loader.batch_size is None else sampler
-        raise options.argument_error(
+        raise errors.ArgumentError(
             "a DataLoader that shuffles or keeps the order, with a batch_size",
             f"a DataLoader with a {type(own).__name__}",
             "Leave out the sampler, which shard() replaces, or pass the Dataset.",

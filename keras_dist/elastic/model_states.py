@@ -69,13 +69,13 @@ class KerasState(_VariablesState):
         if not has_weights(model):
             expected, received = "a built model", f"{model.name!r}, which is not built"
             remedy = "Call it on a batch before the state is made."
-            raise errors.ArgumentError(runtime.where(), expected, received, remedy)
+            raise errors.ArgumentError(expected, received, remedy)
         self.model, self.optimizer = model, optimizer or getattr(model, "optimizer", None)
         reduction = getattr(self.optimizer, "_keras_dist", None)
         if reduction is not None and reduction.options.shard_state:
             expected, received = "an optimizer with whole state on each rank", "shard_state=True"
             remedy = "Omit shard_state: a rank that is lost takes its slice with it."
-            raise errors.ArgumentError(runtime.where(), expected, received, remedy)
+            raise errors.ArgumentError(expected, received, remedy)
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         super().__init__(directory=directory, **attributes)
@@ -247,7 +247,7 @@ def _check_part(name: str, raw: np.ndarray) -> None:
             "with torch.serialization.add_safe_globals."
         )
         raise errors.ArgumentTypeError(
-            runtime.where(), f"{expected}state with a directory", _rejected_class(error), remedy
+            f"{expected}state with a directory", _rejected_class(error), remedy
         ) from error
 
 

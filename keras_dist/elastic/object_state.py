@@ -66,7 +66,7 @@ class ObjectState(State):
         if bcast_object is not None and not callable(bcast_object):
             expected = "bcast_object to be a function, as in Horovod's scripts"
             remedy = "Leave it out; pass a directory as directory=."
-            raise errors.ArgumentTypeError(runtime.where(), expected, repr(bcast_object), remedy)
+            raise errors.ArgumentTypeError(expected, repr(bcast_object), remedy)
         self._directory = None if directory is None else pathlib.Path(directory)
         self._number = next(_numbers)
         self._retry_policy = RetryPolicy()
@@ -251,7 +251,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
         except (TypeError, RecursionError) as error:
             expected = f"{name} to be a JSON value, in a state with a directory"
             remedy = "Keep only numbers, strings, lists and dicts with string keys in it."
-            raise errors.ArgumentTypeError(runtime.where(), expected, str(error), remedy) from None
+            raise errors.ArgumentTypeError(expected, str(error), remedy) from None
     return found
 
 

@@ -299,7 +299,7 @@ class Writer:
             if self._gives_up.wait(nap) or late:
                 expected = f"the parts of {size} ranks in {self._directory}/{self.number:08d}"
                 received = f"{len(parts)}, seen by this rank"
-                raise errors.CheckpointError(runtime.where(), expected, received, SHARED)
+                raise errors.CheckpointError(expected, received, SHARED)
             nap = min(2 * nap, longest)
         return parts
 

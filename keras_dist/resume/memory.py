@@ -83,7 +83,7 @@ class MemoryCopies:
                 "Remove the cause that the warnings name, and start the job again. With another "
                 "KERAS_DIST_JOB_ID it starts over."
             )
-            raise errors.CheckpointError(runtime.where(), expected, received, remedy)
+            raise errors.CheckpointError(expected, received, remedy)
         return found
 
     def touch(self) -> None:

@@ -58,7 +58,6 @@ class Contents:
                 at = end
         if at < high:
             raise errors.CheckpointError(
-                runtime.where(),
                 f"all elements of {name!r} in the checkpoint {self.generation.path}",
                 f"none from element {at} on",
                 REMEDY,
@@ -168,4 +167,4 @@ def _newest(
     if not damaged:
         return None
     expected = f"an undamaged generation in {directory}"
-    raise errors.CheckpointError(runtime.where(), expected, "; ".join(damaged), REMEDY)
+    raise errors.CheckpointError(expected, "; ".join(damaged), REMEDY)

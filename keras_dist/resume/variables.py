@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist._compat.keras.models import has_weights
 from keras_dist.resume.format import REMEDY
 from keras_dist.resume.read import Contents
@@ -192,7 +192,7 @@ def restore(model: keras.Model, contents: Contents, is_root: bool, alone: bool =
     except (OSError, ValueError, KeyError) as error:
         expected = f"to read the variables of model {model.name!r} from the checkpoint {path}"
         received = f"{type(error).__name__}: {error}"
-        raise errors.CheckpointError(runtime.where(), expected, received, REMEDY) from error
+        raise errors.CheckpointError(expected, received, REMEDY) from error
 
 
 def _restore(model: keras.Model, contents: Contents, is_root: bool, alone: bool) -> None:
@@ -241,7 +241,6 @@ def fit_to(model: keras.Model, about: Mapping[str, Any], path: pathlib.Path) -> 
 def _check_built(model: keras.Model, path: pathlib.Path) -> None:
     if not has_weights(model):
         raise errors.CheckpointError(
-            runtime.where(),
             f"model {model.name!r} to be built, to restore {path}",
             "a model that is not built",
             "Build the model before fit: call it on a batch.",
@@ -262,7 +261,6 @@ def _check(mine: Sequence[Any], written: Sequence[Any], path: pathlib.Path) -> N
         return
     (expected, *kind), (received, *other) = different
     raise errors.CheckpointError(
-        runtime.where(),
         f"the {len(mine)} variables of this model and its optimizer in {path}, "
         f"with {expected!r} of shape {kind[0]} and dtype {kind[1]}",
         f"{len(written)} variables, with {received!r} of shape {other[0]} and dtype "

@@ -52,7 +52,7 @@ def on_all(work: Callable[[], Value], operation: str) -> list[Value]:
     except Exception as error:  # the other ranks wait
         cause, received = error, f"{type(error).__name__}: {error}"
         expected, remedy = f"{operation} without an error", "Fix the error on this rank."
-        mine = errors.CheckpointError(runtime.where(), expected, received, remedy)
+        mine = errors.CheckpointError(expected, received, remedy)
     everyone = _engine.collectives.allgather_object(
         runtime.fit_communicator(), mine, operation=operation
     )

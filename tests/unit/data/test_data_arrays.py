@@ -18,7 +18,7 @@ FORMS = [ArrayDataset, pipeline_of]
 def parts_of(data, size, form=ArrayDataset, **arguments):
     """Returns the data of each rank of a job, as one or the other kind of data set."""
     return [
-        form(ArraySource(data, ShardOptions(**arguments, rank=rank, size=size, where="")).batches)
+        form(ArraySource(data, ShardOptions(**arguments, rank=rank, size=size)).batches)
         for rank in range(size)
     ]
 

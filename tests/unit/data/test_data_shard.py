@@ -90,7 +90,7 @@ def test_bad_input_is_refused_on_every_rank(made, arguments, error, culprit):
     for rank in (0, 3):
         place = rf"^\[rank {rank} of 4\] Expected .* Received: "
         with pytest.raises(error, match=place) as caught:
-            options = ShardOptions(**arguments, rank=rank, size=4, where=f"[rank {rank} of 4]")
+            options = ShardOptions(**arguments, rank=rank, size=4)
             sharding._source(made, options)
         assert culprit in str(caught.value)
 

@@ -30,7 +30,7 @@ class TorchStream(torch.utils.data.IterableDataset):
 def sources_of(made, size, **arguments):
     """Returns the source of each rank of a job."""
     for rank in range(size):
-        options = ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
+        options = ShardOptions(**arguments, rank=rank, size=size)
         yield sharding._source(made, options)
 
 

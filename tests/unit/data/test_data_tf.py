@@ -17,7 +17,7 @@ def numbers(count):
 
 
 def options_of(rank, size, arguments):
-    return ShardOptions(**arguments, rank=rank, size=size, where=f"[rank {rank} of {size}]")
+    return ShardOptions(**arguments, rank=rank, size=size)
 
 
 def parts_of(data, size, **arguments):
