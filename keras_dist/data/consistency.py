@@ -56,8 +56,7 @@ def prepare(make_source: Callable[[], Source]) -> Any:
     reports = _exchanged((source.facts, source.held, None))
     for _, _, failed in reports:
         if failed is not None:
-            kind, text = failed
-            raise kind(text)
+            raise failed
     _compare([facts for facts, _, _ in reports])
     part = source.part([held for _, held, _ in reports])
     epochs.register(part, getattr(source, "epochs", None))
@@ -67,8 +66,7 @@ def prepare(make_source: Callable[[], Source]) -> Any:
     return part
 
 
-_Failure = tuple[type[errors.KerasDistError], str]
-_Report = tuple[list[Fact], Any, _Failure | None]
+_Report = tuple[list[Fact], Any, errors.KerasDistError | None]
 
 
 def _exchanged(report: _Report) -> list[_Report]:
@@ -77,16 +75,12 @@ def _exchanged(report: _Report) -> list[_Report]:
     return ops.allgather_object(report, name="data.shard", process_set=runtime.fit_set())
 
 
-def _described(failure: Exception) -> _Failure:
+def _described(failure: Exception) -> errors.KerasDistError:
     if isinstance(failure, errors.KerasDistError):
-        return type(failure), str(failure)
-    text = errors.explain(
-        runtime.where(),
-        "data that can be read",
-        f"{type(failure).__name__}: {failure}",
-        "Fix the data on that rank; see its traceback.",
-    )
-    return errors.DataError, text
+        return failure
+    received = f"{type(failure).__name__}: {failure}"
+    remedy = "Fix the data on that rank; see its traceback."
+    return errors.DataError("data that can be read", received, remedy)
 
 
 def _compare(facts: Sequence[Sequence[Fact]]) -> None:

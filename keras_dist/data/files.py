@@ -111,12 +111,9 @@ class FileIndex:
         except Exception as failure:  # a damaged file may raise anything
             text = " ".join(str(failure).split()) or type(failure).__name__
             if not isinstance(failure, errors.DataError):
-                text = errors.explain(
-                    runtime.where(),
-                    f"{path} to be readable",
-                    f"{type(failure).__name__}: {text}",
-                    "Replace the file, or pass unreadable='skip'.",
-                )
+                received = f"{type(failure).__name__}: {text}"
+                remedy = "Replace the file, or pass unreadable='skip'."
+                text = str(errors.DataError(f"{path} to be readable", received, remedy))
             if self._unreadable == "raise":
                 raise errors.DataError(text) from failure
             return text

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist import errors, runtime
+from keras_dist import errors
 from keras_dist.data import tf_order
 from keras_dist.data.epochs import Epochs
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE, WHOLE
@@ -257,15 +257,14 @@ def _in_order(dataset: tf.data.Dataset, options: ShardOptions) -> tf.data.Datase
 
 def _first_steps(batches: tf.data.Dataset, options: ShardOptions) -> tf.data.Dataset:
     """Returns the first `options.steps` batches; iteration raises if there are fewer."""
-    text = errors.explain(
-        runtime.where(),
+    failure = errors.DataError(
         f"data for steps={options.steps} on each of {options.size} ranks",
         "data that ended earlier",
         "Lower steps, or add .repeat() to the data.",
     )
 
     def fail(_: tf.Tensor) -> tf.data.Dataset:
-        with tf.control_dependencies([tf.debugging.Assert(False, [text])]):
+        with tf.control_dependencies([tf.debugging.Assert(False, [str(failure)])]):
             return batches.take(0)
 
     failing = tf.data.Dataset.range(1).flat_map(fail)
