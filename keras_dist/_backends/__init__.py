@@ -16,23 +16,12 @@ import numpy as np
 
 from keras_dist import errors
 from keras_dist._compat import contract
+from keras_dist._compat.python import replaced
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
 
 SUPPORTED = ("tensorflow", "jax", "torch")
 _named: list[str] = []  # frameworks that scripts of this process use, possibly without Keras
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Returns a context in which an attribute of an instance has a value, untracked by Keras."""
-    before = {name: vars(owner)[name]} if name in vars(owner) else {}
-    vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        del vars(owner)[name]
-        vars(owner).update(before)
 
 
 def overrides(model: Any, name: str) -> bool:
@@ -47,7 +36,7 @@ def uncompiled_step(model: Any, name: str, step: Callable[..., Any]) -> Iterator
     """Returns a context in which Keras takes another step of a model, and does not compile it."""
     model.jit_compile = False
     try:
-        with replaced(model, name, step):
+        with replaced(model, **{name: step}):
             yield
     finally:
         model.jit_compile = True

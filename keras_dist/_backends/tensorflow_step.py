@@ -14,8 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import errors
-from keras_dist._backends import overrides, replaced, uncompiled_step
+from keras_dist._backends import overrides, uncompiled_step
 from keras_dist._backends.tensorflow_host import HostCalled, without_host
+from keras_dist._compat.python import replaced
 
 _log = logging.getLogger("keras_dist")
 
@@ -82,7 +83,7 @@ def _split(model: Any, step: Callable[[Any], Any], with_rows: WithRows) -> Calla
 
         def differentiate() -> tuple[Any, list[Any]]:
             pairs: list[tuple[Any, Any]] = []
-            with replaced(model.optimizer, "apply_gradients", pairs.extend):
+            with replaced(model.optimizer, apply_gradients=pairs.extend):
                 logs = step(data)
             variables[:] = [variable for _, variable in pairs]
             return logs, [gradient for gradient, _ in pairs]
@@ -118,7 +119,7 @@ def _compiled_update(optimizer: Any) -> Iterator[None]:
         update(strategy, rows, *arguments)
         _compiled(lambda: update(strategy, dense, *arguments))()
 
-    with replaced(applying, TF_UPDATE, compiled_update):
+    with replaced(applying, **{TF_UPDATE: compiled_update}):
         yield
 
 

@@ -1,5 +1,6 @@
-"""Private names of Python's standard library."""
+"""Private names of Python's standard library, and attributes that are set past `__setattr__`."""
 
+import contextlib
 import importlib.machinery
 import io
 import os
@@ -7,7 +8,7 @@ import platform
 import runpy
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_dist._compat.contract import Owner
@@ -26,6 +27,19 @@ def is_mine(lock: Any) -> bool:
 def is_named_tuple(data: Any) -> bool:
     """Returns whether an object is a tuple of a class that `collections.namedtuple` has made."""
     return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Returns a context in which attributes of an instance have values, untracked by Keras."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(before)
 
 
 def is_foreign_thread(thread: threading.Thread) -> bool:

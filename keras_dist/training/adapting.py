@@ -18,6 +18,7 @@ import numpy as np
 from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist._compat.keras.models import layers_of
+from keras_dist._compat.python import replaced
 from keras_dist.training.layer_state import is_lookup
 
 CHUNK = 1 << 20  # elements of an array that are converted to float64 at a time
@@ -291,7 +292,7 @@ def _count(layer: Any, data: Any, options: dict[str, Any]) -> None:
     if data is None or ((_is_array(data) or isinstance(data, list | tuple)) and len(data) == 0):
         layer.reset_state()
         return
-    with _replaced("finalize_state", {layer: lambda: None}):
+    with replaced(layer, finalize_state=lambda: None):
         layer.adapt(data, **options)
 
 
@@ -312,7 +313,7 @@ def _adapt_features(
     """Adapts the features of a `FeatureSpace` one after the other."""
     found: list[tuple[Any, Any]] = []
     with _on_every_rank(comm, space), _adapting_by(space, lambda *each: found.append(each)):
-        stops = _replaced("get_encoded_features", {space: _stop})
+        stops = replaced(space, get_encoded_features=_stop)
         with stops, contextlib.suppress(_FeaturesAreKnown):
             space.adapt(data, **options)
     for layer, share in found:
@@ -329,19 +330,12 @@ def _stop() -> None:
     raise _FeaturesAreKnown
 
 
-def _adapting_by(space: Any, adapt_one: Callable[[Any, Any], None]) -> Any:
+@contextlib.contextmanager
+def _adapting_by(space: Any, adapt_one: Callable[[Any, Any], None]) -> Iterator[None]:
     """Returns a context in which a `FeatureSpace` calls a function with each layer and its data."""
     layers = [layer for layer in space.preprocessors.values() if hasattr(layer, "adapt")]
-    return _replaced("adapt", {layer: functools.partial(adapt_one, layer) for layer in layers})
-
-
-@contextlib.contextmanager
-def _replaced(name: str, methods: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Replaces the method of this name of objects within the context."""
-    for owner, method in methods.items():
-        vars(owner)[name] = method
-    try:
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            by_one = functools.partial(adapt_one, layer)
+            stack.enter_context(replaced(layer, adapt=by_one))
         yield
-    finally:
-        for owner in methods:
-            del vars(owner)[name]

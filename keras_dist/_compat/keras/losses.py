@@ -14,6 +14,7 @@ from keras_dist._compat.contract import Owner
 from keras_dist._compat.keras.loss_functions import is_of_rows, is_of_whole_batch, shapes_tell
 from keras_dist._compat.keras.models import layers_of, outputs_of
 from keras_dist._compat.keras.versions import uses
+from keras_dist._compat.python import replaced
 
 
 class Measured(NamedTuple):
@@ -144,7 +145,7 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
         methods["stateless_call"] = functools.partial(called_anew, model, model.stateless_call)
     _stacks.within.append(losses)
     try:
-        with _replaced(model, **methods):
+        with replaced(model, **methods):
             yield
     finally:
         _stacks.within.pop()
@@ -159,19 +160,6 @@ def called_anew(model: Any, call: Callable[..., Any], *arguments: Any, **named: 
     for layer in layers_of(model):
         layer._loss_ids.clear()
     return call(*arguments, **named)
-
-
-@contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Returns a context in which attributes of an instance have values, untracked by Keras."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del vars(owner)[name]
-        vars(owner).update(before)
 
 
 def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: Any) -> Any:
@@ -189,9 +177,9 @@ def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: A
         _build(original, compiled, *given)
     losses, is_recorded = compiled._flat_losses, bool(compiled._metrics)
     # Keras pairs metrics with losses; a loss without one is not recorded.
-    with _replaced(compiled, _metrics=[None] * len(losses)):
+    with replaced(compiled, _metrics=[None] * len(losses)):
         measuring = [each._replace(loss=functools.partial(measure, each.loss)) for each in losses]
-        with _replaced(compiled, _flat_losses=measuring):
+        with replaced(compiled, _flat_losses=measuring):
             total = original(compiled, *given)
     values = within.replaced(own)
     if not compiled._metrics and all(a is b.value for a, b in zip(values, own, strict=True)):
@@ -200,7 +188,7 @@ def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: A
         each._replace(loss=lambda *_, value=value: value)
         for each, value in zip(losses, values, strict=False)  # Keras may use the first one alone
     ]
-    with _replaced(compiled, _flat_losses=known):
+    with replaced(compiled, _flat_losses=known):
         return original(compiled, *given)
 
 
@@ -214,7 +202,7 @@ def _build(original: Callable[..., Any], compiled: Any, *given: Any) -> None:
         compiled._flat_losses = [each._replace(loss=lambda *_: ops.zeros(())) for each in found]
 
     try:
-        with _replaced(compiled, _metrics=[None], build=without_calls):
+        with replaced(compiled, _metrics=[None], build=without_calls):
             original(compiled, *given)
     finally:
         compiled._flat_losses = found or compiled._flat_losses
