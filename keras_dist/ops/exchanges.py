@@ -37,9 +37,7 @@ def allgather(
         ArgumentTypeError: `value` holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    with _engine.collectives.raise_on_all(comm, "allgather", name):
-        array = as_array(value)
-    return _engine.collectives.allgather(comm, array, name or "value", name)
+    return _engine.collectives.allgather(comm, as_array(value), name or "value", name)
 
 
 @raises_on_all
@@ -66,8 +64,7 @@ def grouped_allgather(
         ArgumentTypeError: a value holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    with _engine.collectives.raise_on_all(comm, "allgather", name):
-        arrays = [as_array(value) for value in values]
+    arrays = [as_array(value) for value in values]
     return _engine.collectives.grouped_allgather(comm, arrays, names_of(name, len(arrays)), name)
 
 
@@ -107,8 +104,7 @@ def alltoall(
     ```
     """
     comm = runtime.communicator(process_set)
-    with _engine.collectives.raise_on_all(comm, "alltoall", name):
-        array = as_array(value)
+    array = as_array(value)
     rows, received = _engine.collectives.alltoall(comm, array, splits, name or "value", name)
     return rows if splits is None else (rows, received)
 
@@ -138,10 +134,8 @@ def broadcast(
         ArgumentError: `root_rank` is not a rank of the process set.
         ArgumentTypeError: `value` holds Python objects.
     """
-    comm = runtime.communicator(process_set)
-    with _engine.collectives.raise_on_all(comm, "broadcast", name):
-        array = as_array(value)
-    return _engine.collectives.broadcast(comm, [array], [name or "value"], root_rank, key=name)[0]
+    comm, arrays = runtime.communicator(process_set), [as_array(value)]
+    return _engine.collectives.broadcast(comm, arrays, [name or "value"], root_rank, key=name)[0]
 
 
 @raises_on_all
@@ -167,9 +161,8 @@ def broadcast_(
         ArgumentTypeError: a variable is not a numpy array of numbers.
     """
     comm, names = runtime.communicator(process_set), names_of(name, len(variables))
-    with _engine.collectives.raise_on_all(comm, "broadcast_", name):
-        for variable, label in zip(variables, names, strict=True):
-            check_writeable(variable, label)
+    for variable, label in zip(variables, names, strict=True):
+        check_writeable(variable, label)
     _engine.collectives.broadcast_into(comm, variables, names, root_rank, name)
 
 
