@@ -19,6 +19,7 @@ from keras_dist._compat import contract
 from keras_dist._compat.python import replaced
 
 HostFunction = Callable[[np.ndarray], np.ndarray]
+OfTensor = Callable[[Any], Any]
 
 SUPPORTED = ("tensorflow", "jax", "torch")
 _named: list[str] = []  # frameworks that scripts of this process use, possibly without Keras
@@ -121,6 +122,21 @@ class Backend(Protocol):
 
         The gradient of `backward` is `again`, by default `forward`.
         """
+
+        def run(given: Any) -> Any:
+            return self.run_on_host(forward, given, on_device)
+
+        def back(gradient: Any) -> Any:
+            then = again or forward
+            return self.differentiable_host_callback(gradient, backward, then, on_device)
+
+        return self.differentiable(run, back, tensor)
+
+    def differentiable(self, run: OfTensor, back: OfTensor, tensor: Any) -> Any:
+        """Runs a function of a tensor whose gradient is `back`, of the gradient of its result."""
+
+    def run_on_host(self, function: HostFunction, tensor: Any, on_device: bool) -> Any:
+        """Adds a host function of a tensor to a train step, or calls it."""
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
         """Calls a function as it is where the framework compiles the Python code of its caller."""

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from keras_dist._backends import Backend, HostFunction, jax_callback, uncompiled_step
+from keras_dist._backends import Backend, HostFunction, OfTensor, jax_callback, uncompiled_step
 from keras_dist._backends.jax_devices import (
     choose_gpu,
     engine_arrays,
@@ -235,30 +235,17 @@ class Jax(Backend):
         values = [gradient for gradient in gradients if gradient is not None]
         if not values:  # only then: in `fit`, Keras' variables have no value
             values = [variable.value for variable in variables]
-        return any(isinstance(value, jax.core.Tracer) for value in values)
+        return jax_callback.is_traced(values)
 
-    def differentiable_host_callback(
-        self,
-        tensor: Any,
-        forward: HostFunction,
-        backward: HostFunction,
-        on_device: bool = False,
-        again: HostFunction | None = None,
-    ) -> Any:
+    def differentiable(self, run: OfTensor, back: OfTensor, tensor: Any) -> Any:
+        return jax_callback.differentiable(run, back, tensor)
 
-        def call(function: HostFunction, local: Any) -> Any:
-            def apply(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-                return [function(array) for array in arrays]
+    def run_on_host(self, function: HostFunction, tensor: Any, on_device: bool) -> Any:
+        def apply(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+            return [function(array) for array in arrays]
 
-            [result] = _call(apply, np.bool_(True), [local], on_device=on_device)
-            return result
-
-        differentiable = jax.custom_vjp(lambda local: call(forward, local))
-        differentiable.defvjp(
-            lambda local: (call(forward, local), None),
-            lambda _, gradient: (call(backward, gradient),),
-        )
-        return differentiable(tensor)
+        [result] = _call(apply, np.bool_(True), [tensor], on_device=on_device)
+        return result
 
     def eagerly(self) -> contextlib.AbstractContextManager[None]:
         return jax.ensure_compile_time_eval()

@@ -35,6 +35,28 @@ def call_host(
     return [result.astype(array.dtype) for result, array in zip(results, arrays, strict=True)]
 
 
+def differentiable(run: Callable[[Any], Any], back: Callable[[Any], Any], given: Any) -> Any:
+    """Runs a function of arrays whose gradient is another one, of the gradients of its results.
+
+    The gradient has a gradient of its own if `back` calls this function.
+    """
+    if not is_traced(jax.tree.leaves(given)):
+        return run(given)  # no gradient is needed, and `custom_vjp` takes time
+    function = jax.custom_vjp(run)
+
+    def forward(given: Any) -> tuple[Any, None]:
+        # Not `run` itself: where gradients of gradients are taken, the arrays are traced here too.
+        return differentiable(run, back, given), None
+
+    function.defvjp(forward, lambda _, gradients: (back(gradients),))
+    return function(given)
+
+
+def is_traced(arrays: Sequence[Any]) -> bool:
+    """Returns whether arrays are those of a step that is being compiled."""
+    return any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
 # The effect of an ordered callback keeps host calls in program order.
 [ORDERED] = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist._backends import Backend, HostFunction
+from keras_dist._backends import Backend, HostFunction, OfTensor
 from keras_dist._backends.tensorflow_host import (
     QueuedBuckets,
+    differentiable,
     engine_arrays,
     on_host,
     to_tensor,
@@ -235,26 +236,13 @@ class TensorFlow(Backend):
     def is_traced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
         return not tf.executing_eagerly()
 
-    def differentiable_host_callback(
-        self,
-        tensor: Any,
-        forward: HostFunction,
-        backward: HostFunction,
-        on_device: bool = False,
-        again: HostFunction | None = None,
-    ) -> Any:
-
-        def back(gradient: Any) -> Any:
-            return self.differentiable_host_callback(
-                gradient, backward, again or forward, on_device
-            )
-
-        @tf.custom_gradient
-        def differentiable(local: Any) -> tuple[Any, Callable[[Any], Any]]:
-            return on_host(forward, [local], [local.shape], on_device=on_device)[0], back
-
+    def differentiable(self, run: OfTensor, back: OfTensor, tensor: Any) -> Any:
         # A variable as argument would require a gradient of its own.
-        return differentiable(tf.convert_to_tensor(tensor))
+        given = [tf.convert_to_tensor(tensor)]
+        return differentiable(lambda one: [run(one)], lambda _, one: [back(*one)], given)[0]
+
+    def run_on_host(self, function: HostFunction, tensor: Any, on_device: bool) -> Any:
+        return on_host(function, [tensor], [tensor.shape], on_device=on_device)[0]
 
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:
         return tf.autograph.experimental.do_not_convert(function)()

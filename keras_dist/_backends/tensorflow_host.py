@@ -26,6 +26,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.lib.stride_tricks import as_strided
 
+from keras_dist._compat.tensorflow import is_recorded
 from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
 
@@ -242,6 +243,27 @@ def _split(run: Any, shapes: Sequence[Any]) -> list[Any]:
     lines = [tf.TensorShape(shape).num_elements() // run.shape[1] for shape in shapes]
     pairs = zip(tf.split(run, lines), shapes, strict=True)
     return [tf.reshape(result, shape) for result, shape in pairs]
+
+
+def differentiable(
+    forward: Callable[..., list[Any]],
+    backward: Callable[..., list[Any]],
+    tensors: Sequence[Any],
+) -> list[Any]:
+    """Runs a function of tensors that has a gradient."""
+    if not tensors or (tf.executing_eagerly() and not is_recorded()):
+        return forward(*tensors)
+
+    @tf.custom_gradient
+    def run(*given: Any) -> Any:
+        results = forward(*given)
+
+        def gradient(*upstream: Any) -> list[Any]:
+            return backward(results, list(upstream))
+
+        return results, gradient
+
+    return list(run(*tensors))
 
 
 class QueuedBuckets:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from keras_dist import errors
-from keras_dist._backends import Backend, HostFunction
+from keras_dist._backends import Backend, HostFunction, OfTensor
 from keras_dist._backends.torch_overlap import in_train_step, reduce_dense
 from keras_dist._backends.torch_rows import embeddings_by_rows, may_be_sparse, table_of
 from keras_dist._backends.torch_tensors import (
@@ -126,28 +126,16 @@ class Torch(Backend):
     def zeros(self, variable: Any, form: tuple[str, str | None]) -> Any:
         return zeros_of(variable.value, form)
 
-    @torch.compiler.disable
-    def differentiable_host_callback(
-        self,
-        tensor: Any,
-        forward: HostFunction,
-        backward: HostFunction,
-        on_device: bool = False,
-        again: HostFunction | None = None,
-    ) -> Any:
+    differentiable_host_callback = torch.compiler.disable(Backend.differentiable_host_callback)
+
+    def differentiable(self, run: OfTensor, back: OfTensor, tensor: Any) -> Any:
+        return differentiable(lambda one: (run(one),), lambda one: (back(one),), tensor)[0]
+
+    def run_on_host(self, function: HostFunction, tensor: Any, on_device: bool) -> Any:
         if tensor.is_meta:  # Keras infers shapes
             return torch.empty_like(tensor)
         take: Any = to_array if on_device else to_numpy
-
-        def call(function: HostFunction, given: torch.Tensor) -> tuple[torch.Tensor]:
-            return (to_tensor(function(take(given)), given),)
-
-        def back(gradient: torch.Tensor) -> tuple[torch.Tensor]:
-            return (
-                self.differentiable_host_callback(gradient, backward, again or forward, on_device),
-            )
-
-        return differentiable(functools.partial(call, forward), back, tensor)[0]
+        return to_tensor(function(take(tensor)), tensor)
 
     @torch.compiler.disable
     def call_uncompiled(self, function: Callable[[], Any]) -> Any:

@@ -8,27 +8,10 @@ import numpy as np
 
 from keras_dist import _engine, errors, runtime
 from keras_dist._backends.jax import backend
-from keras_dist._backends.jax_callback import call_host
+from keras_dist._backends.jax_callback import call_host, is_traced
 from keras_dist._compat.jax import put_like, release_dropped
 
 _engine.set_completion(backend.finish_calls)  # as `init` does, which may have been called before
-
-
-def differentiable(run: Callable[[Any], Any], back: Callable[[Any], Any], given: Any) -> Any:
-    """Runs a function of arrays whose gradient is another one, of the gradients of its results.
-
-    The gradient has a gradient of its own if `back` calls this function.
-    """
-    if not _is_traced(jax.tree.leaves(given)):
-        return run(given)  # no gradient is needed, and `custom_vjp` takes time
-    function = jax.custom_vjp(run)
-
-    def forward(given: Any) -> tuple[Any, None]:
-        # Not `run` itself: where gradients of gradients are taken, the arrays are traced here too.
-        return differentiable(run, back, given), None
-
-    function.defvjp(forward, lambda _, gradients: (back(gradients),))
-    return function(given)
 
 
 def of_floats(
@@ -55,7 +38,7 @@ def host_callback(
     Results have the dtypes of `arrays` and, inside `jax.jit`, these `shapes`.
     """
     given = [jax.numpy.asarray(array) for array in arrays]
-    if not _is_traced(given):
+    if not is_traced(given):
         release_dropped()
         results = function([np.asarray(array) for array in given])
         return [as_jax(result, array) for result, array in zip(results, given, strict=True)]
@@ -75,10 +58,6 @@ def as_jax(array: np.ndarray, like: jax.Array) -> jax.Array:
     if found is not None:
         return found
     return jax.device_put(array, like.sharding if like.committed else None, may_alias=True)
-
-
-def _is_traced(arrays: Sequence[Any]) -> bool:
-    return any(isinstance(array, jax.core.Tracer) for array in arrays)
 
 
 def _check_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:

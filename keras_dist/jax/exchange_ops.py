@@ -7,11 +7,8 @@ import jax
 import numpy as np
 
 from keras_dist import _engine, errors, ops, runtime
-from keras_dist.jax.differentiable_host_callback import (
-    differentiable,
-    host_callback,
-    of_floats,
-)
+from keras_dist._backends.jax_callback import differentiable
+from keras_dist.jax.differentiable_host_callback import host_callback, of_floats
 from keras_dist.ops.face import face, own_rows
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set

@@ -8,13 +8,9 @@ import jax
 import numpy as np
 
 from keras_dist import ops, runtime
+from keras_dist._backends.jax_callback import differentiable
 from keras_dist._compat.jax import release_dropped
-from keras_dist.jax.differentiable_host_callback import (
-    as_jax,
-    differentiable,
-    host_callback,
-    of_floats,
-)
+from keras_dist.jax.differentiable_host_callback import as_jax, host_callback, of_floats
 from keras_dist.jax.exchange_ops import grouped_allgather
 from keras_dist.ops.face import Reduction, face
 from keras_dist.ops.reduce_op import Average, Compression, ReduceOp, Sum

@@ -8,13 +8,14 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import _engine, ops, runtime
+from keras_dist._backends.tensorflow_host import differentiable
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.face import face, own_rows
 from keras_dist.ops.gradient_plans import SAME_MODEL
 from keras_dist.ops.reduce_op import Average
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
-from keras_dist.tensorflow.host_callback import as_tensors, collective, differentiable, operation
+from keras_dist.tensorflow.host_callback import as_tensors, collective, operation
 from keras_dist.training.distributed import restart_rounds, variables_of_rank
 from keras_dist.training.model_state import variable_name
 from keras_dist.training.replicas import broadcast_layers

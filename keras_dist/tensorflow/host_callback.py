@@ -114,27 +114,6 @@ def as_eager(array: np.ndarray) -> Any:
     return eager_tensor(array, _device())
 
 
-def differentiable(
-    forward: Callable[..., list[Any]],
-    backward: Callable[..., list[Any]],
-    tensors: Sequence[Any],
-) -> list[Any]:
-    """Runs a function of tensors that has a gradient."""
-    if not tensors or (tf.executing_eagerly() and not is_recorded()):
-        return forward(*tensors)
-
-    @tf.custom_gradient
-    def run(*given: Any) -> Any:
-        results = forward(*given)
-
-        def gradient(*upstream: Any) -> list[Any]:
-            return backward(results, list(upstream))
-
-        return results, gradient
-
-    return list(run(*tensors))
-
-
 @functools.cache
 def _device() -> str | None:
     # TensorFlow parses the name in each call, so it is given only if there is a choice.

@@ -6,10 +6,10 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import errors, runtime
+from keras_dist._backends.tensorflow_host import differentiable
 from keras_dist._compat.tensorflow import is_recorded
 from keras_dist.ops.face import Reduction
 from keras_dist.runtime.process_sets import global_process_set
-from keras_dist.tensorflow.host_callback import differentiable
 from keras_dist.tensorflow.reduce_ops import grouped_allreduce
 from keras_dist.training.gradient_reduction import GradientReduction
 

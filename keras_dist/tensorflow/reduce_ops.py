@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import _engine, errors, ops, runtime
+from keras_dist._backends.tensorflow_host import differentiable
 from keras_dist.ops.arguments import resolve_op
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.face import (
@@ -29,7 +30,6 @@ from keras_dist.tensorflow.host_callback import (
     as_eager,
     as_tensors,
     collective,
-    differentiable,
     is_eager,
     operation,
     raise_tensorflow_error,
