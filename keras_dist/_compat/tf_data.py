@@ -11,24 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist._compat.contract import Owner
-from keras_dist._compat.tensorflow import version
-
-__all__ = [
-    "CONTRACT",
-    "batch_of",
-    "cache_file_of",
-    "functions_of",
-    "input_of",
-    "is_interleave",
-    "is_nondeterministic",
-    "is_prefetch",
-    "reshuffles",
-    "seeds_of",
-    "serialized",
-    "shuffle_buffer_of",
-    "stages_of",
-    "version",
-]
+from keras_dist._compat.tensorflow import version as version
 
 OPS = "tensorflow.python.data.ops"
 

@@ -256,11 +256,9 @@ def _cores_of_ranks(comm: _engine.Communicator) -> list[int]:
     A core that n ranks of a node may use counts 1/n for each of them, which is right for bound
     and for unbound ranks.
     """
-    if not hasattr(os, "sched_getaffinity"):
-        share = max(1, (os.cpu_count() or 1) // comm.topology.local_size)
-        return _engine.collectives.allgather_object(comm, share)
-    affinity = (os.uname().nodename, os.sched_getaffinity(0))
-    affinities = _engine.collectives.allgather_object(comm, affinity)
+    everything = range(os.cpu_count() or 1)
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything
+    affinities = _engine.collectives.allgather_object(comm, (os.uname().nodename, own))
     users = collections.Counter((node, core) for node, cores in affinities for core in cores)
     shares = [sum(1 / users[node, core] for core in cores) for node, cores in affinities]
     return [max(1, int(share + 1e-6)) for share in shares]
