@@ -7,7 +7,6 @@ operations, so a graph runs them in program order, the same on every rank. XLA c
 
 import contextlib
 import functools
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist._backends import Backend, HostFunction, OfTensor
+from keras_dist._backends import HostFunction, OfTensor
 from keras_dist._backends.tensorflow_host import (
     QueuedBuckets,
     differentiable,
@@ -24,14 +23,7 @@ from keras_dist._backends.tensorflow_host import (
     to_tensor,
     uses_gpu,
 )
-from keras_dist._backends.tensorflow_step import (
-    build_from,
-    build_metrics,
-    first_batch,
-    refuse_strategy,
-    test_step_for_host,
-    train_step_for_host,
-)
+from keras_dist._backends.tensorflow_step import Steps, refuse_strategy
 from keras_dist._gpu import counts_host_memory
 
 # Mean size of a tensor below which a copy takes less time than a tensor made of a leased result.
@@ -132,7 +124,7 @@ def _rows_and_count(reduce_slices: Callable[..., Any], values: Any, indices: Any
     return [rows, numbers, np.array(count[0] if count else 1, np.int64)]
 
 
-class TensorFlow(Backend):
+class TensorFlow(Steps):
     """TensorFlow."""
 
     name = "tensorflow"
@@ -293,36 +285,6 @@ class TensorFlow(Backend):
         shapes = {tuple(table.shape) for table in tables}
         for table in [*tables, *(each for each in state if tuple(each.shape) in shapes)]:
             tf.raw_ops.DisableCopyOnRead(resource=table.handle)
-
-    def check_model(self, model: Any) -> None:
-        refuse_strategy(f"a model whose gradients keras_dist alone averages, {model.name!r}", model)
-
-    def train_step_for_host(
-        self,
-        model: Any,
-        with_rows: Callable[[Any], contextlib.AbstractContextManager[None]],
-        takes_rows: bool,
-    ) -> contextlib.AbstractContextManager[None]:
-        return train_step_for_host(model, with_rows)
-
-    def test_step_for_host(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return test_step_for_host(model)
-
-    def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> dict[str, Any]:
-        [iterator] = arguments
-        next(iterator)  # StopIteration ends the epoch, but an execution may be incomplete
-        for _ in itertools.islice(iterator, count - 1):
-            pass
-        return logs
-
-    def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
-        return first_batch(count, *arguments)
-
-    def build_from(self, model: Any, batches: Any) -> None:
-        build_from(model, batches)
-
-    def build_metrics(self, model: Any, batches: Any) -> None:
-        build_metrics(model, batches)
 
 
 backend = TensorFlow()

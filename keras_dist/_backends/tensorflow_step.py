@@ -7,6 +7,7 @@ The reduction itself is part of `apply_gradients`.
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dist import errors
-from keras_dist._backends import overrides, uncompiled_step
+from keras_dist._backends import Backend, overrides, uncompiled_step
 from keras_dist._backends.tensorflow_host import HostCalled, without_host
 from keras_dist._compat.python import replaced
 
@@ -28,38 +29,6 @@ KERAS_OWN = ("train_step", "compute_metrics", "get_metrics_result")
 SHARED_LOSS = "its losses are divided by numbers of all ranks, because of masks or weights"
 
 WithRows = Callable[[Any], contextlib.AbstractContextManager[None]]
-
-
-@contextlib.contextmanager
-def train_step_for_host(model: Any, with_rows: WithRows) -> Iterator[None]:
-    """Gives Keras a step of two compiled programs or, with a warning, one without XLA."""
-    if not model.jit_compile or model.run_eagerly:
-        yield
-        return
-    why_not = _reason_not_to_split(model)
-    step = model.train_step if why_not else _split(model, model.train_step, with_rows)
-    if why_not:
-        _warn_once(why_not)
-    with uncompiled_step(model, "train_step", step):
-        yield
-
-
-@contextlib.contextmanager
-def test_step_for_host(model: Any) -> Iterator[None]:
-    """Compiles the step unless it calls the host."""
-    if not model.jit_compile or model.run_eagerly:
-        yield
-        return
-    step = model.test_step
-
-    def test_step(data: Any) -> Any:
-        try:
-            return _compiled(lambda: step(data))()
-        except HostCalled:
-            return step(data)
-
-    with uncompiled_step(model, "test_step", test_step):
-        yield
 
 
 def _reason_not_to_split(model: Any) -> str | None:
@@ -158,28 +127,10 @@ def _warn_once(why: str) -> None:
     )
 
 
-def first_batch(count: int, iterator: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Takes the batches of one call; an iterator of the same type over them needs no new trace."""
-    # Only dense tensors can be put into an iterator of the same type.
-    specs = tf.nest.flatten(getattr(iterator, "element_spec", None))
-    if not isinstance(iterator, tf.data.Iterator) or not all(
-        isinstance(spec, tf.TensorSpec) for spec in specs
-    ):
-        return None, (iterator,)
-    batches = list(_take(iterator, count))
-    if not batches:
-        return None, (iterator,)
-
-    def with_spec(*batch: Any) -> Any:
-        tensors = [
-            tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
-            for tensor, spec in zip(tf.nest.flatten(batch), specs, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
-
-    datasets = [tf.data.Dataset.from_tensors(batch).map(with_spec) for batch in batches]
-    dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
-    return batches[0], (iter(dataset),)
+def _are_dense(batches: Any) -> bool:
+    """Returns whether batches are known to consist of dense tensors."""
+    specs = tf.nest.flatten(getattr(batches, "element_spec", None))
+    return all(isinstance(spec, tf.TensorSpec) for spec in specs)
 
 
 def _take(iterator: Any, count: int) -> Iterator[Any]:
@@ -188,35 +139,6 @@ def _take(iterator: Any, count: int) -> Iterator[Any]:
         if not optional.has_value():
             return
         yield optional.get_value()
-
-
-def build_from(model: Any, batches: Any) -> None:
-    """Traces a train step, which creates the variables, without running it."""
-    try:
-        tf.function(model.train_step).get_concrete_function(batches.element_spec)
-    except Exception as error:
-        raise errors.ArgumentError(
-            "[keras_dist]",
-            f"to build model {model.name!r} from the shapes of its data",
-            f"{type(error).__name__}: {error}",
-            "Build the model before fit: call it on a batch.",
-        ) from error
-
-
-def build_metrics(model: Any, batches: Any) -> None:
-    """Makes the metrics that `compile` knows by name, before a first step of Keras is traced.
-
-    TensorFlow traces a step anew if its first trace has made variables.
-    """
-    from keras_dist._compat.keras import metrics
-
-    specs = tf.nest.flatten(getattr(batches, "element_spec", None))
-    is_own = any(overrides(model, name) for name in KERAS_OWN)
-    if model.run_eagerly or is_own or not all(isinstance(spec, tf.TensorSpec) for spec in specs):
-        return
-    # The step itself makes them, or fails with the error of plain Keras.
-    with contextlib.suppress(Exception):
-        metrics.build_metrics(model, batches.element_spec)
 
 
 def refuse_strategy(expected: str, model: Any = None) -> None:
@@ -245,3 +167,96 @@ def _acts(strategy: Any) -> bool:
     """Returns whether a strategy is another one than TensorFlow's default."""
     with strategy.scope():
         return tf.distribute.has_strategy()
+
+
+class Steps(Backend):
+    """What the backend of TensorFlow does with the steps of a model."""
+
+    @contextlib.contextmanager
+    def train_step_for_host(
+        self, model: Any, with_rows: WithRows, takes_rows: bool
+    ) -> Iterator[None]:
+        """Gives Keras a step of two compiled programs or, with a warning, one without XLA."""
+        if not model.jit_compile or model.run_eagerly:
+            yield
+            return
+        why_not = _reason_not_to_split(model)
+        step = model.train_step if why_not else _split(model, model.train_step, with_rows)
+        if why_not:
+            _warn_once(why_not)
+        with uncompiled_step(model, "train_step", step):
+            yield
+
+    @contextlib.contextmanager
+    def test_step_for_host(self, model: Any) -> Iterator[None]:
+        """Compiles the step unless it calls the host."""
+        if not model.jit_compile or model.run_eagerly:
+            yield
+            return
+        step = model.test_step
+
+        def test_step(data: Any) -> Any:
+            try:
+                return _compiled(lambda: step(data))()
+            except HostCalled:
+                return step(data)
+
+        with uncompiled_step(model, "test_step", test_step):
+            yield
+
+    def first_batch(self, count: int, *arguments: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Takes the batches of one call; an iterator of the same type needs no new trace."""
+        [iterator] = arguments
+        # Only dense tensors can be put into an iterator of the same type.
+        can_take = isinstance(iterator, tf.data.Iterator) and _are_dense(iterator)
+        batches = list(_take(iterator, count)) if can_take else []
+        if not batches:
+            return None, (iterator,)
+
+        def with_spec(*batch: Any) -> Any:
+            specs = tf.nest.flatten(iterator.element_spec)
+            tensors = [
+                tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=spec.shape)
+                for tensor, spec in zip(tf.nest.flatten(batch), specs, strict=True)
+            ]
+            return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
+
+        datasets = [tf.data.Dataset.from_tensors(batch).map(with_spec) for batch in batches]
+        dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
+        return batches[0], (iter(dataset),)
+
+    def build_from(self, model: Any, batches: Any) -> None:
+        """Traces a train step, which creates the variables, without running it."""
+        try:
+            tf.function(model.train_step).get_concrete_function(batches.element_spec)
+        except Exception as error:
+            raise errors.ArgumentError(
+                "[keras_dist]",
+                f"to build model {model.name!r} from the shapes of its data",
+                f"{type(error).__name__}: {error}",
+                "Build the model before fit: call it on a batch.",
+            ) from error
+
+    def build_metrics(self, model: Any, batches: Any) -> None:
+        """Makes the metrics that `compile` knows by name, before a first step of Keras is traced.
+
+        TensorFlow traces a step anew if its first trace has made variables.
+        """
+        from keras_dist._compat.keras import metrics
+
+        is_own = any(overrides(model, name) for name in KERAS_OWN)
+        if model.run_eagerly or is_own or not _are_dense(batches):
+            return
+        # The step itself makes them, or fails with the error of plain Keras.
+        with contextlib.suppress(Exception):
+            metrics.build_metrics(model, batches.element_spec)
+
+    def check_model(self, model: Any) -> None:
+        refuse_strategy(f"a model whose gradients keras_dist alone averages, {model.name!r}", model)
+
+    def skip_batches(self, count: int, logs: dict[str, Any], *arguments: Any) -> dict[str, Any]:
+        [iterator] = arguments
+        next(iterator)  # StopIteration ends the epoch, but an execution may be incomplete
+        for _ in itertools.islice(iterator, count - 1):
+            pass
+        return logs
