@@ -5,9 +5,8 @@ of a `tf.function` runs, TensorFlow raises an error of its own with the same tex
 `InvalidArgumentError` for arguments, an `UnknownError` for a mismatch.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
@@ -37,15 +36,6 @@ BECOMES = {
 }
 
 
-@contextlib.contextmanager
-def raise_tensorflow_errors() -> Iterator[None]:
-    """Returns a context in which errors of keras_dist are also errors of TensorFlow."""
-    try:
-        yield
-    except errors.KerasDistError as error:
-        raise_tensorflow_error(error)
-
-
 def raise_tensorflow_error(error: errors.KerasDistError) -> NoReturn:
     """Raises an error of keras_dist as one that is also an error of TensorFlow."""
     if type(error) not in BECOMES:
@@ -64,8 +54,10 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with raise_tensorflow_errors():
+        try:
             return function(*args, **kwargs)
+        except errors.KerasDistError as error:
+            raise_tensorflow_error(error)
 
     return tf.autograph.experimental.do_not_convert(called)
 
@@ -86,8 +78,10 @@ def collective(
     """Runs a collective on the arrays of tensors. See `on_host`."""
 
     def called(*arrays: Any) -> Any:
-        with raise_tensorflow_errors():
+        try:
             return function(*arrays)
+        except errors.KerasDistError as error:
+            raise_tensorflow_error(error)
 
     if not tf.executing_eagerly():
         return on_host(called, tensors, shapes, dtypes, buffers)
