@@ -132,7 +132,7 @@ class Backend(Protocol):
 
         return self.differentiable(run, back, tensor)
 
-    def differentiable(self, run: OfTensor, back: OfTensor, tensor: Any) -> Any:
+    def differentiable(self, run: OfTensor, back: OfTensor, given: Any) -> Any:
         """Runs a function of a tensor whose gradient is `back`, of the gradient of its result."""
 
     def run_on_host(self, function: HostFunction, tensor: Any, on_device: bool) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from keras_dist._backends import Backend, HostFunction, OfTensor, jax_callback, uncompiled_step
+from keras_dist._backends import Backend, HostFunction, jax_callback, uncompiled_step
 from keras_dist._backends.jax_devices import (
     choose_gpu,
     engine_arrays,
@@ -153,9 +153,9 @@ class Jax(Backend):
     """JAX."""
 
     name = "jax"
-
-    def pin_device(self, local_rank: int, local_size: int) -> str | None:
-        return choose_gpu(local_rank, local_size)
+    pin_device = staticmethod(choose_gpu)
+    engine_arrays = staticmethod(engine_arrays)
+    differentiable = staticmethod(jax_callback.differentiable)
 
     def gpu_number(self) -> int | None:
         return 0 if counts_host_memory() else number_of_gpu()
@@ -172,9 +172,6 @@ class Jax(Backend):
 
     def host_array(self, tensor: Any) -> np.ndarray:
         return np.asarray(tensor)
-
-    def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
-        return engine_arrays(tensors)
 
     def tensor_of(self, array: Any, like: Any) -> Any:
         return array if isinstance(array, np.ndarray) else to_jax(array, place_of(like))
@@ -236,9 +233,6 @@ class Jax(Backend):
         if not values:  # only then: in `fit`, Keras' variables have no value
             values = [variable.value for variable in variables]
         return jax_callback.is_traced(values)
-
-    def differentiable(self, run: OfTensor, back: OfTensor, tensor: Any) -> Any:
-        return jax_callback.differentiable(run, back, tensor)
 
     def run_on_host(self, function: HostFunction, tensor: Any, on_device: bool) -> Any:
         def apply(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -128,6 +128,7 @@ class TensorFlow(Steps):
     """TensorFlow."""
 
     name = "tensorflow"
+    engine_arrays = staticmethod(engine_arrays)
 
     def pin_device(self, local_rank: int, local_size: int) -> str | None:
         gpus = tf.config.list_physical_devices("GPU")
@@ -177,9 +178,6 @@ class TensorFlow(Steps):
         ):  # a dtype that is not numpy's, such as bfloat16
             return value.numpy()
 
-    def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
-        return engine_arrays(tensors)
-
     def tensor_of(self, array: Any, like: Any) -> Any:
         return to_tensor(array)
 
@@ -228,10 +226,10 @@ class TensorFlow(Steps):
     def is_traced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> bool:
         return not tf.executing_eagerly()
 
-    def differentiable(self, run: OfTensor, back: OfTensor, tensor: Any) -> Any:
+    def differentiable(self, run: OfTensor, back: OfTensor, given: Any) -> Any:
         # A variable as argument would require a gradient of its own.
-        given = [tf.convert_to_tensor(tensor)]
-        return differentiable(lambda one: [run(one)], lambda _, one: [back(*one)], given)[0]
+        tensors = [tf.convert_to_tensor(given)]
+        return differentiable(lambda one: [run(one)], lambda _, one: [back(*one)], tensors)[0]
 
     def run_on_host(self, function: HostFunction, tensor: Any, on_device: bool) -> Any:
         return on_host(function, [tensor], [tensor.shape], on_device=on_device)[0]

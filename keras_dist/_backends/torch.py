@@ -44,6 +44,12 @@ class Torch(Backend):
     """torch."""
 
     name = "torch"
+    host_array = staticmethod(to_numpy)
+    tensor_of = staticmethod(to_tensor)
+    form_of = staticmethod(form_of)
+    differentiable_host_callback = torch.compiler.disable(Backend.differentiable_host_callback)
+    call_uncompiled = torch.compiler.disable(Backend.call_uncompiled)
+    between_steps = torch.no_grad()(Backend.between_steps)
 
     def pin_device(self, local_rank: int, local_size: int) -> str | None:
         gpus = torch.cuda.device_count()
@@ -63,14 +69,8 @@ class Torch(Backend):
         if override or not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & set(os.environ):
             torch.set_num_threads(count)
 
-    def host_array(self, tensor: Any) -> np.ndarray:
-        return to_numpy(tensor)
-
     def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
         return uniform([to_array(tensor) for tensor in tensors])
-
-    def tensor_of(self, array: Any, like: Any) -> Any:
-        return to_tensor(array, like)
 
     @torch.compiler.disable
     def reduce_gradients(
@@ -120,26 +120,17 @@ class Torch(Backend):
             for gradient in gradients
         ]
 
-    def form_of(self, gradient: Any) -> tuple[str, str | None]:
-        return form_of(gradient)
-
     def zeros(self, variable: Any, form: tuple[str, str | None]) -> Any:
         return zeros_of(variable.value, form)
 
-    differentiable_host_callback = torch.compiler.disable(Backend.differentiable_host_callback)
-
-    def differentiable(self, run: OfTensor, back: OfTensor, tensor: Any) -> Any:
-        return differentiable(lambda one: (run(one),), lambda one: (back(one),), tensor)[0]
+    def differentiable(self, run: OfTensor, back: OfTensor, given: Any) -> Any:
+        return differentiable(lambda one: (run(one),), lambda one: (back(one),), given)[0]
 
     def run_on_host(self, function: HostFunction, tensor: Any, on_device: bool) -> Any:
         if tensor.is_meta:  # Keras infers shapes
             return torch.empty_like(tensor)
         take: Any = to_array if on_device else to_numpy
         return to_tensor(function(take(tensor)), tensor)
-
-    @torch.compiler.disable
-    def call_uncompiled(self, function: Callable[[], Any]) -> Any:
-        return function()
 
     @torch.compiler.disable
     def call_host(
@@ -150,17 +141,6 @@ class Torch(Backend):
     ) -> list[Any]:
         results = function(*[to_numpy(tensor) for tensor in tensors])
         return [to_torch(result, tensor) for result, tensor in zip(results, tensors, strict=True)]
-
-    @torch.no_grad()
-    def between_steps(
-        self,
-        work: Callable[[], None],
-        model: Any = None,
-        values: tuple[Any, ...] = (),
-        others: Sequence[Any] = (),
-    ) -> tuple[Any, ...]:
-        work()
-        return values
 
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         # Keras expects a table where the train step has made rows of it.
