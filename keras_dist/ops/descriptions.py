@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Arguments of Horovod's functions.
-IGNORED = "device device_dense device_sparse ignore_name_scope inplace session use_locking".split()
+IGNORED = (
+    "compression device device_dense device_sparse ignore_name_scope inplace session use_locking"
+).split()
 DEPRECATED = {"average": "as in `allreduce`."}
 SECTIONS = re.compile(r"^(Args|Returns|Raises|Example):\n", re.MULTILINE)
 ENTRY = re.compile(r"^    (?=\w)", re.MULTILINE)

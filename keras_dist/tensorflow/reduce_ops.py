@@ -180,11 +180,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """The gradient is an allgather; for `Sum` times the number of ranks, as in Horovod.
-
-    Args:
-        compression: accepted for scripts of Horovod; has no effect.
-    """
+    """The gradient is an allgather; for `Sum` times the number of ranks, as in Horovod."""
     options = op, process_set, prescale_factor, postscale_factor, name
     return grouped_reducescatter([tensor], "", compression, *options)[0]
 
@@ -201,11 +197,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     name: str | None = None,
 ) -> list[Any]:
-    """The gradient is that of `reducescatter`.
-
-    Args:
-        compression: accepted for scripts of Horovod; has no effect.
-    """
+    """The gradient is that of `reducescatter`."""
     reduction = Reduction(op, name, prescale_factor, postscale_factor, process_set)
 
     def reduce(*arrays: Any) -> Any:
