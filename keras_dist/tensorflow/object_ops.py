@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dist import ops, runtime
+from keras_dist import errors, ops, runtime
 from keras_dist.ops.descriptions import described_by
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.host_callback import collective, operation
@@ -89,12 +89,13 @@ def broadcast_global_variables(root_rank: int) -> None:
     Raises:
         RuntimeError: always.
     """
-    raise RuntimeError(
+    text = errors.explain(
         runtime.where(),
         "a list of variables, since TensorFlow 2 has no global variables",
         f"broadcast_global_variables({root_rank})",
         "Use broadcast_variables(model.variables, root_rank).",
     )
+    raise RuntimeError(text)
 
 
 @operation

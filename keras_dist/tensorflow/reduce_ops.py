@@ -261,9 +261,10 @@ def _check_reduces_slices(reduction: Reduction) -> None:
     factors = (reduction.prescale_factor, reduction.postscale_factor)
     if reduction.is_differentiable and factors == (1.0, 1.0):
         return
-    raise NotImplementedError(
+    text = errors.explain(
         runtime.where(),
         "op to be Average or Sum, and no factors, for IndexedSlices",
         f"op={reduction.op} and factors {factors}",
         "Convert the IndexedSlices by tf.convert_to_tensor, or pass sparse_as_dense=True.",
     )
+    raise NotImplementedError(text)
