@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_dist._backends import HostFunction, OfTensor
 from keras_dist._backends.tensorflow_host import (
     QueuedBuckets,
+    as_array,
     differentiable,
     engine_arrays,
     on_host,
@@ -167,16 +168,7 @@ class TensorFlow(Steps):
                 threading.set_intra_op_parallelism_threads(count)
 
     def host_array(self, tensor: Any) -> np.ndarray:
-        """The array protocol of TensorFlow copies; its buffer protocol does not."""
-        value = tf.convert_to_tensor(tensor)
-        try:
-            return np.asarray(memoryview(value))
-        except (
-            BufferError,
-            TypeError,
-            ValueError,
-        ):  # a dtype that is not numpy's, such as bfloat16
-            return value.numpy()
+        return as_array(tf.convert_to_tensor(tensor))
 
     def tensor_of(self, array: Any, like: Any) -> Any:
         return to_tensor(array)

@@ -87,6 +87,15 @@ def _to_array(tensor: Any) -> np.ndarray | DeviceArray:
     return _device_array(tensor) if on_gpu else tensor.numpy()
 
 
+def as_array(tensor: Any) -> np.ndarray:
+    """Returns an eager tensor as an array, in place on the host."""
+    # The array protocol of TensorFlow copies; its buffer protocol does not.
+    try:
+        return np.asarray(memoryview(tensor))
+    except (BufferError, TypeError, ValueError):  # as for bfloat16, which is not numpy's
+        return np.asarray(tensor.numpy())
+
+
 def to_tensor(result: np.ndarray | DeviceArray) -> Any:
     """Returns an array of the engine as a tensor."""
     if isinstance(result, DeviceArray):

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import errors
-from keras_dist._backends.tensorflow_host import on_host
+from keras_dist._backends.tensorflow_host import as_array, on_host
 from keras_dist._compat.tensorflow import eager_tensor, is_recorded
 
 
@@ -93,14 +93,6 @@ def collective(
 def is_eager(value: Any) -> bool:
     """Returns whether a value is a tensor whose array can be read, and no tape is recording."""
     return tf.executing_eagerly() and isinstance(value, tf.Tensor) and not is_recorded()
-
-
-def as_array(tensor: Any) -> np.ndarray:
-    """Returns an eager tensor as an array."""
-    try:
-        return np.asarray(tensor)
-    except ValueError:  # a scalar of a dtype that is not numpy's, such as bfloat16
-        return np.asarray(tensor.numpy())
 
 
 def as_eager(array: np.ndarray) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dist import _engine, errors, ops, runtime
-from keras_dist._backends.tensorflow_host import differentiable
+from keras_dist._backends.tensorflow_host import as_array, differentiable
 from keras_dist.ops.arguments import resolve_op
 from keras_dist.ops.descriptions import described_by
 from keras_dist.ops.face import (
@@ -26,7 +26,6 @@ from keras_dist.ops.reduce_op import Compression as Wires
 from keras_dist.runtime.process_sets import ProcessSet, global_process_set
 from keras_dist.tensorflow.exchange_ops import grouped_allgather, rows_like
 from keras_dist.tensorflow.host_callback import (
-    as_array,
     as_eager,
     as_tensors,
     collective,
