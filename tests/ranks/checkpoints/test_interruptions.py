@@ -27,9 +27,9 @@ import keras_dist
 from keras_dist import config
 from keras_dist.resume import format
 
-pytestmark = pytest.mark.jobs("training", "jax-2", "torch-3")
+pytestmark = pytest.mark.jobs("hooks", "jax-2", "torch-3")
 
-# Each job draws others: the three of torch have more of them together than one would run.
+# Each job draws others: the two of torch have more of them together than one would run.
 SEED = f"{os.environ.get('INTERRUPTIONS_SEED', '0')} in {os.environ.get('TEST_JOB', 'no job')}"
 COUNT = {"tensorflow": 4, "jax": 4, "torch": 6}[keras.backend.backend()]
 EXAMPLES = COUNT * int(os.environ.get("INTERRUPTIONS", "1"))

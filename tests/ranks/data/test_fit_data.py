@@ -7,7 +7,7 @@ import pytest
 import keras_dist
 from keras_dist.data import shard
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
 
 BATCH = 4
 TOTAL = 16 * keras_dist.size() + 1  # rank 0 has one sample more than the others
