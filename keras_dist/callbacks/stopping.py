@@ -75,7 +75,7 @@ class AgreeOnStoppingCallback(SessionCallback):
         if agrees:
             self.on_train_batch_end = self._agree_at_batch
         else:
-            vars(self).pop("on_train_batch_end", None)
+            self.__dict__.pop("on_train_batch_end", None)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees on a stop; Keras then stops after the first batch."""

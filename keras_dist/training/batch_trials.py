@@ -76,7 +76,8 @@ def as_tried(own: Measured) -> Measured:
 
 def _rows_like(targets: Any, outputs: Any) -> list[Any]:
     """Returns a few rows of the shapes and the dtypes of tensors."""
-    found, rng = [], np.random.default_rng(0)
+    found: list[Any] = []
+    rng = np.random.default_rng(0)
     for like in (targets, outputs):
         shape = (ROWS, *(SIZE if size is None else size for size in like.shape[1:]))
         if math.prod(shape) > MOST_ELEMENTS:

@@ -50,7 +50,7 @@ def watch_models() -> None:
         (LOGS, _logs),
     ):
         _patch(keras.Model, name, around)
-    for name, around in (
+    for name, hook in (
         ("on_train_begin", _on_train_begin),
         ("on_epoch_begin", functools.partial(_on_epoch, FitSession.call_hook)),
         ("on_train_batch_begin", functools.partial(_on_batch, FitSession.begin_step)),
@@ -60,7 +60,7 @@ def watch_models() -> None:
         ("on_epoch_end", functools.partial(_on_epoch, FitSession.end_epoch)),
         ("on_train_end", _on_train_end),
     ):
-        _patch(keras.callbacks.CallbackList, name, functools.partial(_within_loop, around))
+        _patch(keras.callbacks.CallbackList, name, functools.partial(_within_loop, hook))
 
 
 def _patch(cls: type, name: str, around: Callable[..., Any]) -> None:
