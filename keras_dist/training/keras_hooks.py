@@ -40,6 +40,7 @@ from keras_dist.training.train_functions import (
 @functools.cache
 def watch_models() -> None:
     """Patches Keras' trainers and lists of callbacks."""
+    around: Callable[..., Any]
     for name, around in (
         ("fit", _fit),
         ("evaluate", functools.partial(_running, "evaluate")),
