@@ -15,7 +15,7 @@ from keras_dist._engine.collectives import piggyback
 from keras_dist._engine.communicator import Communicator
 from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.gradient_sets import COMPARISON, UnlikeGradients, difference_of_sets, union
-from keras_dist._engine.nccl.ranks import abandon, undoing
+from keras_dist._engine.nccl.ranks import abandon
 from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.ordering.ticket import Reordered
 from keras_dist._engine.recovery import check_alive
@@ -64,8 +64,15 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> None:
     arrivals = comm.allgather_objects(mine)
     check_alive(comm)
     calls = [dataclasses.replace(each.call, notice=None) for each in arrivals]
-    with undoing(comm, calls):
+    is_ahead = any(other.ahead for other in calls)  # launched before the ranks have met
+    try:
         _resolve(comm, call, calls, arrivals)
+    except Exception as error:
+        if is_ahead:
+            abandon(comm, error)
+        raise
+    if is_ahead and any(other.digest != calls[0].digest for other in calls):
+        abandon(comm, errors.RankError(f"{comm.where()} Ranks are out of data."))
 
 
 def _resolve(

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from keras_dist._engine.nccl.launches import Launch, LaunchWatch, poll
 from keras_dist._engine.recovery import sees_dead_ranks
 from keras_dist._engine.shm.wait import also_blocked, note
 from keras_dist._engine.sideband import Mailbox
-from keras_dist._engine.signature import CollectiveSignature
 from keras_dist._gpu import (
     REDUCTIONS,
     DeviceArray,
@@ -292,20 +291,3 @@ def abandon(comm: "Communicator", failure: Exception) -> None:
     ranks, comm.nccl, comm.meets_once = comm.nccl, None, False
     if ranks is not None:
         ranks.give_up(failure)
-
-
-@contextlib.contextmanager
-def undoing(comm: "Communicator", calls: Sequence[CollectiveSignature]) -> Iterator[None]:
-    """Returns a context that abandons what was launched ahead, if ranks differ or it raises.
-
-    Collective: every rank, with the operations of all ranks; blocks.
-    """
-    is_ahead = any(call.ahead for call in calls)
-    try:
-        yield
-    except Exception as error:
-        if is_ahead:
-            abandon(comm, error)
-        raise
-    if is_ahead and any(call.digest != calls[0].digest for call in calls):
-        abandon(comm, errors.RankError(f"{comm.where()} Ranks are out of data."))
