@@ -92,19 +92,19 @@ def _split_cores(bind: bool) -> None:
 
 def cores_of_process() -> list[frozenset[int]]:
     """Returns the cores of this process by package, each with its hardware threads."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [frozenset({cpu}) for cpu in range(os.cpu_count() or 1)]
     allowed = os.sched_getaffinity(0)
     found: dict[tuple[int, ...], set[int]] = {}
     for cpu in sorted(allowed):
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
         try:
-            core = [int((topology / f"{name}_id").read_text()) for name in PLACE]
+            names = ("physical_package_id", "core_id")
+            core = [int((topology / name).read_text()) for name in names]
         except (OSError, ValueError):
             core = [0, cpu]
         found.setdefault(tuple(core), set()).add(cpu)
     return [frozenset(found[core]) for core in sorted(found)]
-
-
-PLACE = ("physical_package", "core")
 
 
 def _open_log(folder: Path, rank: int) -> int:

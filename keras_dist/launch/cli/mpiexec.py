@@ -91,8 +91,8 @@ def mpiexec_options(
         options.append("--allow-run-as-root")
     if hosts:
         options += ["--host", listed(hosts)]
-    elif ranks > _number_of_cores() and not any(name in os.environ for name in ALLOCATIONS):
-        options.append("--oversubscribe")
+    elif not any(name in os.environ for name in ALLOCATIONS) and ranks > len(cores_of_process()):
+        options.append("--oversubscribe")  # the slots of Open MPI are the physical cores
     if not binds:
         options += ["--bind-to", "none"]
     if survives_rank_loss:
@@ -150,10 +150,3 @@ def _version(mpiexec: str) -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""  # not executable
-
-
-def _number_of_cores() -> int:
-    """Returns the number of physical cores of this process, which Open MPI counts as slots."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    return len(cores_of_process())

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import os
 import secrets
 import sys
@@ -215,9 +216,10 @@ def _table(job: Job) -> Table:
 
 def _title(job: Job) -> str:
     ranks, nodes = len(job.rows), job.nodes
+    duration = datetime.timedelta(seconds=int(job.time - job.started))
     return (
         f"{job.name}: {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, "
-        f"process {job.pid} on {job.host}, for {_duration(job.time - job.started)}"
+        f"process {job.pid} on {job.host}, for {duration}"
     )
 
 
@@ -232,9 +234,3 @@ def _summary(job: Job) -> str:
     if job.note:
         parts.append(job.note)
     return ", ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
