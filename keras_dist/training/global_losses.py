@@ -179,6 +179,9 @@ def _without_exchange(own: Measured, step: Step) -> Any:
     else:
         return None
     value = ops.stop_gradient(own.value)
+    if step.rows is not None:  # numbers of float32, which TensorFlow multiplies by such alone
+        value = ops.cast(value, keras.backend.result_type(value.dtype, "float32"))
+        rows, of_all, count = (ops.cast(number, value.dtype) for number in step.rows)
     if own.reduction == "mean":
         return _with_gradient(own.value, count * rows / of_all, value)
     return _with_gradient(

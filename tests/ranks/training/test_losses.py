@@ -396,6 +396,16 @@ def test_xla_leaves_out_a_step_with_rows_of_unknown_lengths():
     np.testing.assert_allclose(found, np.mean(np.concatenate(differences)), rtol=1e-5)
 
 
+@pytest.mark.skipif(backend != "tensorflow", reason="elsewhere test_exactness draws XLA")
+def test_xla_weighs_a_sum_of_float64_by_rows():
+    def made():
+        layers = [keras.Input((TOKENS,)), keras.layers.Dense(1, dtype="float64")]
+        loss = keras.losses.MeanSquaredError(reduction="sum", dtype="float64")
+        return keras.Sequential(layers), {"loss": loss, "jit_compile": True}
+
+    assert_as_in_one_process(made, unequal(parts_of_rows()))
+
+
 def test_evaluation_without_callbacks_is_local():
     model = distributed(of_tokens(), **EAGER)
     [x, y], *_ = parts_of_text()[0]
