@@ -196,7 +196,7 @@ class Suite:
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache/jax"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            # With a limit JAX locks the cache, so that ranks can share it.
+            # With a limit JAX locks the cache, so that jobs of tests can share it.
             "JAX_COMPILATION_CACHE_MAX_SIZE": "100000000",
         }
 
@@ -258,6 +258,8 @@ class Suite:
             **lean_environment(self._environment, job.hidden.removesuffix(f" {job.backend}")),
             "KERAS_BACKEND": job.backend,
             "TEST_JOB": name,
+            # These ranks have a cache each. What is locked takes longer the more it has.
+            "JAX_COMPILATION_CACHE_MAX_SIZE": "-1",
             **job.variables,
         }
         if not job.recorded:

@@ -35,6 +35,8 @@ GRACE_SECONDS = 2.0
 world = MPI.COMM_WORLD.Dup()
 rank, size = world.Get_rank(), world.Get_size()
 where = f"[rank {rank} of {size}]"
+if folder := os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # see tests/suite.py
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(folder, str(rank))
 
 # The property of a test that holds a difference and the titles of its rows.
 DIFFERENCE = "difference"
