@@ -86,7 +86,7 @@ class Communicator:
             label += f" of ranks {', '.join(map(str, self.ranks))}"
         # Where MPI allows one thread at a time, process sets share the order of the job.
         shared = None if job is None or self.thread_multiple else job.order
-        self.order: CollectiveOrder = CollectiveOrder(label, shared)
+        self.order: CollectiveOrder = CollectiveOrder(label, self.where, shared)
         self.services = Services(self)  # what runs beside the collectives
         self.faults = FaultState()
         self._forget_calls()

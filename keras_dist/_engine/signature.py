@@ -81,6 +81,7 @@ class CollectiveSignature:
     error: Exception | None = None
     first: bool = False
     notice: str | None = None
+    refused: tuple[str, ...] = ()
     gradients: GradientSet | None = None
     spares: bool = False
     takes_named: bool = True
@@ -94,7 +95,8 @@ class CollectiveSignature:
         options = (self.op, self.root, self.key, factors, self.compression, self.library)
         plan = (self.buckets, self.bucket, self.piece, self.launched, self.first)
         gradients = None if self.gradients is None else self.gradients.digest
-        compared = (self.operation, options, plan, arrays, str(self.error), self.notice, gradients)
+        riders = (self.notice, self.refused)
+        compared = (self.operation, options, plan, arrays, str(self.error), riders, gradients)
         return hashlib.blake2b(repr(compared).encode(), digest_size=16).digest()
 
     @functools.cached_property

@@ -63,6 +63,7 @@ def repeated(plan: FusedAllreduce, ordinary: Callable[[Any], Any]) -> Repeated |
                 or pool.version != version
                 or faults.joined is not None
                 or faults.retry is not None
+                or order.refused
                 or (comm.nccl is not None and comm.nccl.launched)
             ):
                 result = ordinary(given)

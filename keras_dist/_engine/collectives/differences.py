@@ -4,6 +4,11 @@ They exchange what they are about to do. Ranks that differ in nothing but notice
 have joined continue. Ranks that call named operations in different orders first run the
 operation without a name if all hold one, otherwise the name that all hold and that rank 0 has held
 longest. If there is none yet, they wait until there is one, or until no rank can call more.
+
+Whether an earlier operation has ended when a script calls another one of its name depends on
+timing: it may have ended on one rank and not on another. So a rank that has refused an operation
+says so at its next rendezvous. Ranks that wait there for the refused operation raise the error as
+well, and this rank repeats its own rendezvous. If no rank waits for it, nothing happens.
 """
 
 import dataclasses
@@ -17,7 +22,7 @@ from keras_dist._engine.faults.progress import describe_progress
 from keras_dist._engine.gradient_sets import COMPARISON, UnlikeGradients, difference_of_sets, union
 from keras_dist._engine.nccl.ranks import abandon
 from keras_dist._engine.ordering.queue import HeldNames
-from keras_dist._engine.ordering.ticket import Reordered
+from keras_dist._engine.ordering.ticket import Reordered, in_flight
 from keras_dist._engine.recovery import check_alive
 from keras_dist._engine.shm.wait import AT_THE_END, waiting
 from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks, difference
@@ -63,7 +68,7 @@ def resolve_difference(comm: Communicator, call: CollectiveSignature) -> None:
     mine = _Arrival(call, describe_progress(comm.ranks), comm.order.held_names())
     arrivals = comm.allgather_objects(mine)
     check_alive(comm)
-    calls = [dataclasses.replace(each.call, notice=None) for each in arrivals]
+    calls = [dataclasses.replace(each.call, notice=None, refused=()) for each in arrivals]
     is_ahead = any(other.ahead for other in calls)  # launched before the ranks have met
     try:
         _resolve(comm, call, calls, arrivals)
@@ -82,6 +87,7 @@ def _resolve(
     arrivals: list[_Arrival],
 ) -> None:
     held = [arrival.held for arrival in arrivals]
+    resolve_refused(comm, [arrival.call for arrival in arrivals], held)
     all_wait = match_names(comm, calls, held)
     before, comm.faults.joined = comm.faults.joined, None  # an error ends it on all ranks
     try:
@@ -157,6 +163,28 @@ def _common(held: Sequence[HeldNames]) -> list[str | None]:
         return [None]
     all_give_way = all(each.gives_way for each in held)
     return [name for name in held[0].names if name in common and all_give_way][:1]
+
+
+def resolve_refused(
+    comm: Communicator, calls: Sequence[CollectiveSignature], held: Sequence[HeldNames]
+) -> None:
+    """Settles what some ranks have refused; returns if no rank waits for one. Collective."""
+    names = [[name for name in each.names if name is not None] for each in held]
+    for name in sorted({name for call in calls for name in call.refused}):
+        others = [index for index, call in enumerate(calls) if name not in call.refused]
+        waits = [name in names[index] and calls[index].key in names[index] for index in others]
+        if not others or not all(waits):
+            comm.order.forget_refused(name)
+            continue
+        called = all(calls[index].key == name for index in others)
+        if comm.rank not in others:
+            if called:
+                comm.order.forget_refused(name)
+            raise RepeatRendezvous
+        if not called:
+            raise Reordered(name)
+        first = next(index for index in range(comm.size) if index not in others)
+        raise in_flight(f"[rank {comm.ranks[first]} of {comm.job.size}]", name)
 
 
 def settle_gradients(

@@ -48,15 +48,10 @@ def rendezvous(
     `publish` makes the contribution of this rank visible. It is called again before each repeated
     rendezvous: ranks that run another operation first have published it to the same memory.
     """
-    error = _too_early(comm, call)
     if comm.size == 1:
-        if error is not None:
-            raise error
         if publish is not None:
             publish()
         return
-    if error is not None:
-        call = dataclasses.replace(call, error=error)
     _of_thread.count += 1
     note(comm.ranks, call)
     while True:
@@ -72,6 +67,8 @@ def _rendezvous(
 ) -> None:
     if notices and piggyback.notice() is not None and comm.job is comm:
         call = dataclasses.replace(call, notice=piggyback.notice())
+    if comm.order.refused:
+        call = dataclasses.replace(call, refused=tuple(sorted(comm.order.refused)))
     launched = 0 if comm.nccl is None else comm.nccl.launched
     if launched != call.launched:
         call = dataclasses.replace(call, launched=launched, ahead=False)
@@ -81,18 +78,9 @@ def _rendezvous(
         resolve_difference(comm, _with_failure(comm, call, payload))
     if comm.nccl is not None:
         comm.nccl.agree()
-
-
-def _too_early(comm: Communicator, call: CollectiveSignature) -> errors.ArgumentError | None:
-    """Returns the error of an operation that was called while one of its name was in flight."""
-    if call.key is None or not comm.order.is_repeated():
-        return None
-    return errors.ArgumentError(
-        comm.where(),
-        f"one operation named {call.key!r} at a time",
-        "another one while the first is in flight",
-        "Wait for the first operation, or give each a name of its own.",
-    )
+    if same:
+        for name in call.refused:  # the same on all ranks
+            comm.order.forget_refused(name)
 
 
 def repeated_rendezvous(
@@ -100,7 +88,7 @@ def repeated_rendezvous(
 ) -> Callable[[Payload | None], bool]:
     """Returns a short form of `rendezvous` for a call that is repeated.
 
-    The caller holds the lock, and has neither a notice nor a name. The function takes the
+    The caller holds the lock, brings no notice and has refused no name. The function takes the
     payload, and returns whether all ranks brought the same digest; otherwise they have agreed to
     continue, as after `rendezvous`. If it raises `RepeatRendezvous`, the caller publishes and meets
     again.

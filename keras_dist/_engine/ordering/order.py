@@ -36,8 +36,8 @@ class CollectiveOrder:
     operation that is queued or has a name replaces it by a `CollectiveQueue`.
     """
 
-    def __init__(self, label: str, job: "CollectiveOrder | None" = None):
-        self._label, self._job = label, job
+    def __init__(self, label: str, where: Callable[[], str], job: "CollectiveOrder | None" = None):
+        self._label, self._where, self._job = label, where, job
         self._lock: Any = threading.RLock()
         self._queue: CollectiveQueue | None = None  # replaces the lock
         self._lane: spans.Lane | None = None
@@ -68,9 +68,14 @@ class CollectiveOrder:
         finish_pending()
         return self._make_queue().run(work, name)
 
-    def is_repeated(self) -> bool:
-        """Returns whether another one of its name was in flight when what runs was called."""
-        return self._queue is not None and self._queue.is_repeated()
+    @property
+    def refused(self) -> frozenset[str]:
+        """Names of operations refused since the last rendezvous; see `resolve_refused`."""
+        return self._queue.refused if self._queue is not None else frozenset()
+
+    def forget_refused(self, name: str) -> None:
+        if self._queue is not None:
+            self._queue.forget_refused(name)
 
     def held_names(self) -> HeldNames:
         """Returns the operations in flight; this thread is at a rendezvous of the first."""
@@ -101,5 +106,5 @@ class CollectiveOrder:
         if self._queue is None:
             with self._lock:  # two threads may come here; one makes the queue
                 if self._queue is None:
-                    self._lock = self._queue = CollectiveQueue(self._lock)
+                    self._lock = self._queue = CollectiveQueue(self._lock, self._where)
         return self._queue

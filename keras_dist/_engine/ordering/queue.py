@@ -9,9 +9,8 @@ front. Timing decides when an operation runs, never before which other one.
 
 Named operations need no order, neither among themselves nor to those without a name: where the
 ranks find that the operations at the front differ, they agree on one that all hold and run it first
-(`Reordered`). Only one operation of a name may be in flight at a time. Whether the first has ended
-when a script calls the second depends on timing: it may have ended on one rank and not on another.
-So the second comes to its rendezvous in any case, with an error if it was too early.
+(`Reordered`). Only one operation of a name is in flight at a time: another one is refused.
+The queue remembers the refusal until the first operation has ended and the ranks have met again.
 """
 
 import collections
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 
 from keras_dist import errors
 from keras_dist._compat.python import is_foreign_thread, is_mine
-from keras_dist._engine.ordering.ticket import Handle, Reordered, Ticket, UnseenError
+from keras_dist._engine.ordering.ticket import Handle, Reordered, Ticket, UnseenError, in_flight
 from keras_dist._engine.shm.wait import nap_unless
 
 OWN = "keras_dist"  # prefix of the names of the package's own threads
@@ -45,12 +44,14 @@ class HeldNames:
 class CollectiveQueue:
     """A reentrant lock, taken in the order of the calls, and a thread for queued operations."""
 
-    def __init__(self, lock: Any):
-        self._lock = lock
+    def __init__(self, lock: Any, where: Callable[[], str]):
+        self._lock, self._where = lock, where
         self._tickets: collections.deque[Ticket] = collections.deque()  # the first one runs
         self._changed = threading.Condition()
         self._failed: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._unseen = UnseenError()
+        self._refused_in_flight: frozenset[str] = frozenset()
+        self.refused: frozenset[str] = frozenset()  # the operation of that name has ended
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -159,10 +160,10 @@ class CollectiveQueue:
         if self._thread is not None:
             self._thread.join()
 
-    def is_repeated(self) -> bool:
-        """Returns whether another one of its name was in flight when what runs was called."""
+    def forget_refused(self, name: str) -> None:
+        """Removes a name from `refused`."""
         with self._changed:
-            return bool(self._tickets) and self._tickets[0].is_repeated
+            self.refused -= {name}
 
     def _is_awaited(self) -> bool:
         """Returns whether a thread waits for an operation in the queue. Takes no lock."""
@@ -197,7 +198,9 @@ class CollectiveQueue:
 
     def _append(self, ticket: Ticket) -> None:
         names = {other.name for other in self._tickets if not other.done()}
-        ticket.is_repeated = ticket.name is not None and ticket.name in names
+        if ticket.name is not None and ticket.name in names:
+            self._refused_in_flight |= {ticket.name}
+            raise in_flight(self._where(), ticket.name)
         self._tickets.append(ticket)
 
     def _wait_for_turn(self, ticket: Ticket) -> None:
@@ -221,6 +224,9 @@ class CollectiveQueue:
     def _remove(self, ticket: Ticket) -> None:
         with self._changed:
             self._tickets.remove(ticket)
+            ended = self._refused_in_flight & {ticket.name}
+            self._refused_in_flight -= ended
+            self.refused |= ended
             self._changed.notify_all()
 
 

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from keras_dist import errors
 from keras_dist._engine.tracing import spans
 
 _log = logging.getLogger("keras_dist")
@@ -16,6 +17,16 @@ class Reordered(Exception):
     def __init__(self, name: str | None):
         super().__init__(name)
         self.name = name
+
+
+def in_flight(where: str, name: str) -> errors.ArgumentError:
+    """Returns the error of two operations of one name."""
+    return errors.ArgumentError(
+        where,
+        f"one operation named {name!r} at a time",
+        "another one while the first is in flight",
+        "Wait for the first operation, or give each a name of its own.",
+    )
 
 
 class UnseenError:
@@ -54,7 +65,6 @@ class Ticket:
     ):
         self.name, self.waiters = name, set(waiters)
         self.gives_way, self.follows = gives_way, follows
-        self.is_repeated = False  # whether another one of its name was in flight
         self.error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:

@@ -19,7 +19,7 @@ from keras_dist._engine.shm import wait
 
 @pytest.fixture
 def queue():
-    made = CollectiveQueue(threading.RLock())
+    made = CollectiveQueue(threading.RLock(), str)
     yield made
     made.close()
 
@@ -245,7 +245,7 @@ def test_an_interrupted_call_does_not_block_the_queue(queue, monkeypatch):
 def test_the_lock_may_be_held_when_the_queue_replaces_it():
     lock, done = threading.RLock(), []
     with lock:
-        queue = CollectiveQueue(lock)
+        queue = CollectiveQueue(lock, str)
         queue.queue(lambda: done.append("queued"), "append")
         with queue:  # a part of the collective that held the lock
             done.append("part")
@@ -273,7 +273,7 @@ def test_results_and_values_are_released(queue):
 
 
 def test_a_closed_queue_refuses_operations():
-    queue = CollectiveQueue(threading.RLock())
+    queue = CollectiveQueue(threading.RLock(), str)
     queue.close()
     with pytest.raises(RuntimeError, match="allreduce was queued after this rank had left the job"):
         queue.queue(lambda: None, "allreduce")

@@ -116,6 +116,7 @@ OTHER_VALUES = {
     "launched": 1,
     "first": True,
     "notice": "stop",
+    "refused": ("n",),
     "gradients": GradientSet(("a",), ("a",), (None,), adapts=True),
 }
 
@@ -154,6 +155,7 @@ def test_a_signature_is_immutable():
         error=None,
         first=False,
         notice=None,
+        refused=(),
         gradients=None,
         spares=False,
         takes_named=True,
