@@ -115,7 +115,7 @@ def recording_alone(count=5000):
             for number in range(count):
                 with (
                     spans.step(1),
-                    spans.timed(lock, lane) if records else lock,
+                    spans.RecordedLock(lane, lock) if records else lock,
                 ):
                     with spans.phase("copy in"):
                         pass

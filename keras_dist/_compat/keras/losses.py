@@ -168,9 +168,9 @@ def _combined(original: Callable[..., Any], model: Any, compiled: Any, *given: A
     outputs = outputs_of(model)
 
     def measure(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        rows = keras.tree.flatten(y_pred)[0].shape[0]
         measured = _measured(loss, outputs, y_true, y_pred, sample_weight)
-        own.append(measured._replace(counts_once=is_recorded and rows is None))
+        is_unknown = is_recorded and keras.tree.flatten(y_pred)[0].shape[0] is None
+        own.append(measured._replace(counts_once=is_unknown))
         return own[-1].value
 
     if not compiled.built:

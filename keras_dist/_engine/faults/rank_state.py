@@ -32,7 +32,7 @@ def lost(where: str, ranks: Sequence[int]) -> errors.RankLostError:
 
 def have(ranks: Sequence[int]) -> str:
     """Returns the subject of a sentence on ranks, such as `rank 1 has`."""
-    return f"{format_rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+    return f"{format_rank_list(ranks, len(ranks))} {'has' if len(ranks) == 1 else 'have'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +86,11 @@ def describe_operation(what: Any, progress: str) -> str:
     return f"{text} ({progress})" if progress else text
 
 
-def format_rank_list(ranks: Iterable[int]) -> str:
+def format_rank_list(ranks: Iterable[int], most: int = MAX_NAMED) -> str:
     """Names ranks, such as `ranks 0, 2`; at most the first of many."""
     every = list(ranks)
-    more = f" and {len(every) - MAX_NAMED} more" if len(every) > MAX_NAMED else ""
-    named = ", ".join(map(str, every[:MAX_NAMED]))
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    named = ", ".join(map(str, every[:most]))
     return f"rank{'s' if len(every) > 1 else ''} {named}{more}"
 
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,8 @@ IDLE_POLLS = 4  # in a row, before a thread naps on a crowded core
 PATIENCE_SECONDS = 0.5  # a sleeping thread checks this often whether the others are alive
 
 # The number of the system call, for which the C library has no wrapper.
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+_NUMBERS = {"x86_64": 202, "aarch64": 98} if sys.platform == "linux" else {}
+_FUTEX = _NUMBERS.get(platform.machine(), 0)
 CAN_SLEEP = _FUTEX > 0
 _WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1  # operations on words that processes share
 

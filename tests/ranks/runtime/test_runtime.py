@@ -44,6 +44,12 @@ def test_first_use_and_init_begin_and_shutdown_ends(fresh):
         keras_dist.init()
 
 
+def test_a_bad_argument_of_the_call_that_initializes_is_an_error_on_all_ranks(fresh):
+    with pytest.raises(errors.ArgumentError, match="Received: 'total'"):
+        keras_dist.allreduce(1.0, "total" if world.rank == world.size - 1 else "sum")
+    assert keras_dist.allreduce(2.0, "sum") == 2 * world.size
+
+
 def test_communicators_are_duplicated(fresh):
     mine = world.Dup()
     keras_dist.init(mine)
