@@ -37,7 +37,9 @@ def allgather(
         ArgumentTypeError: `value` holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    return _engine.collectives.allgather(comm, as_array(value), name or "value", name)
+    with _engine.collectives.raise_on_all(comm, "allgather", name):
+        array = as_array(value)
+    return _engine.collectives.allgather(comm, array, name or "value", name)
 
 
 @raises_on_all
@@ -64,7 +66,8 @@ def grouped_allgather(
         ArgumentTypeError: a value holds Python objects.
     """
     comm = runtime.communicator(process_set)
-    arrays = [as_array(value) for value in values]
+    with _engine.collectives.raise_on_all(comm, "allgather", name):
+        arrays = [as_array(value) for value in values]
     return _engine.collectives.grouped_allgather(comm, arrays, names_of(name, len(arrays)), name)
 
 
@@ -104,7 +107,8 @@ def alltoall(
     ```
     """
     comm = runtime.communicator(process_set)
-    array = as_array(value)
+    with _engine.collectives.raise_on_all(comm, "alltoall", name):
+        array = as_array(value)
     rows, received = _engine.collectives.alltoall(comm, array, splits, name or "value", name)
     return rows if splits is None else (rows, received)
 
@@ -134,8 +138,10 @@ def broadcast(
         ArgumentError: `root_rank` is not a rank of the process set.
         ArgumentTypeError: `value` holds Python objects.
     """
-    comm, arrays = runtime.communicator(process_set), [as_array(value)]
-    return _engine.collectives.broadcast(comm, arrays, [name or "value"], root_rank, key=name)[0]
+    comm = runtime.communicator(process_set)
+    with _engine.collectives.raise_on_all(comm, "broadcast", name):
+        array = as_array(value)
+    return _engine.collectives.broadcast(comm, [array], [name or "value"], root_rank, key=name)[0]
 
 
 @raises_on_all
@@ -161,8 +167,9 @@ def broadcast_(
         ArgumentTypeError: a variable is not a numpy array of numbers.
     """
     comm, names = runtime.communicator(process_set), names_of(name, len(variables))
-    for variable, label in zip(variables, names, strict=True):
-        check_writeable(variable, label)
+    with _engine.collectives.raise_on_all(comm, "broadcast_", name):
+        for variable, label in zip(variables, names, strict=True):
+            check_writeable(variable, label)
     _engine.collectives.broadcast_into(comm, variables, names, root_rank, name)
 
 

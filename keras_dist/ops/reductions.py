@@ -13,6 +13,8 @@ from keras_dist.ops.reduce_op import ReduceOp
 from keras_dist.ops.shared_errors import raises_on_all
 from keras_dist.runtime.process_sets import ProcessSet
 
+_Request = tuple[list[np.ndarray], Sequence[str], _engine.OpOptions]
+
 
 @raises_on_all
 def allreduce(
@@ -72,7 +74,11 @@ def allreduce(
     ```
     """
     comm = runtime.communicator(process_set)
-    array = value if type(value) is np.ndarray else as_array(value)
+    if type(value) is np.ndarray:
+        array = value
+    else:
+        with _engine.collectives.raise_on_all(comm, "allreduce", name):
+            array = as_array(value)
     key: Any = None
     if name is None and average is None and isinstance(array, np.ndarray):
         key = (array.dtype, array.shape, op, prescale_factor, postscale_factor, compression)
@@ -84,11 +90,12 @@ def allreduce(
             return run(array, out)
         if not array.dtype.isnative:
             key = None  # the short path takes the array as it is
-    resolved = resolve_op(op, average)
-    if out is not None:
-        check_out(out, array)
-    factors = prescale_factor, postscale_factor
-    [result] = _reduce(comm, [array], resolved, name, *factors, compression, key)
+    with _engine.collectives.raise_on_all(comm, "allreduce", name):
+        resolved = resolve_op(op, average)
+        if out is not None:
+            check_out(out, array)
+    request = _parse(comm, [array], resolved, name, prescale_factor, postscale_factor, compression)
+    [result] = _reduce(comm, *request, key)
     if out is None:
         return result
     np.copyto(out, result)
@@ -136,11 +143,11 @@ def grouped_allreduce(
             return run(values)
         if key is not None and not all(value.dtype.isnative for value in values):
             key = None
-    factors = prescale_factor, postscale_factor
-    return _reduce(comm, values, op, name, *factors, compression, key)
+    request = _parse(comm, values, op, name, prescale_factor, postscale_factor, compression)
+    return _reduce(comm, *request, key)
 
 
-def _reduce(
+def _parse(
     comm: _engine.Communicator,
     values: Sequence[Any],
     op: ReduceOp | str,
@@ -148,16 +155,26 @@ def _reduce(
     prescale_factor: float,
     postscale_factor: float,
     compression: _engine.Compressor | str | None,
+) -> _Request:
+    """Returns the checked arguments of `grouped_allreduce`; raises errors on all ranks."""
+    with _engine.collectives.raise_on_all(comm, "allreduce", name):
+        arrays = [as_array(value) for value in values]
+        parsed = _engine.parse_op(op, comm.where())
+        factors = parse_factors(prescale_factor, postscale_factor)
+        compressor = _engine.parse_compression(compression, comm.where())
+    options = _engine.OpOptions(parsed, name, *factors, compressor)
+    return arrays, names_of(name, len(arrays)), options
+
+
+def _reduce(
+    comm: _engine.Communicator,
+    arrays: Sequence[np.ndarray],
+    names: Sequence[str],
+    options: _engine.OpOptions,
     key: Any,
 ) -> list[np.ndarray]:
-    """Reduces values; `key` is that of calls like this one, `None` for none."""
-    arrays = [as_array(value) for value in values]
-    parsed = _engine.parse_op(op, comm.where())
-    factors = parse_factors(prescale_factor, postscale_factor)
-    compressor = _engine.parse_compression(compression, comm.where())
-    options = _engine.OpOptions(parsed, name, *factors, compressor)
-    names = names_of(name, len(arrays))
-    if parsed is ReduceOp.ADASUM:
+    """Reduces arrays; `key` is that of calls like this one, `None` for none."""
+    if options.op is ReduceOp.ADASUM:
         return _engine.collectives.adasum(comm, arrays, names, options)
     return _engine.collectives.allreduce(comm, arrays, names, options, bucket_nbytes(), key)
 
@@ -251,9 +268,10 @@ def grouped_reducescatter(
         ArgumentTypeError: `op` is not defined for a dtype.
     """
     comm = runtime.communicator(process_set)
-    arrays = [as_array(value) for value in values]
-    parsed = _engine.parse_op(op, comm.where())
-    factors = parse_factors(prescale_factor, postscale_factor)
+    with _engine.collectives.raise_on_all(comm, "reducescatter", name):
+        arrays = [as_array(value) for value in values]
+        parsed = _engine.parse_op(op, comm.where())
+        factors = parse_factors(prescale_factor, postscale_factor)
     names = names_of(name, len(arrays))
     options = _engine.OpOptions(parsed, name, *factors)
     return _engine.collectives.reducescatter(comm, arrays, names, options)
@@ -303,7 +321,8 @@ def sparse_allreduce(
     ```
     """
     comm = runtime.communicator(process_set)
-    parsed = _engine.parse_op(op, comm.where())
-    rows, row_indices = as_array(values), as_array(indices)
+    with _engine.collectives.raise_on_all(comm, "sparse_allreduce", name):
+        parsed = _engine.parse_op(op, comm.where())
+        rows, row_indices = as_array(values), as_array(indices)
     options = _engine.OpOptions(parsed, name)
     return _engine.collectives.reduce_slices(comm, rows, row_indices, name or "values", options)
