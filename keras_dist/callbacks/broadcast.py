@@ -78,9 +78,9 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         if runtime.fit_size() == 1:
             return
         keep_local(self.model, self.local_variables)
-        self._compare_optimizers()
         is_loop = self.session.task == "loop"
-        if is_built(self.model) or (is_loop and self.session.is_built):
+        built = is_built(self.model) or (is_loop and self.session.is_built)
+        if self._agree(built):
             self._broadcast()
         elif is_loop:
             self.session.when_built = self._build_and_broadcast
@@ -110,13 +110,16 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         self._broadcast()
         return arguments
 
-    def _compare_optimizers(self) -> None:
-        """Checks that gradients are averaged, and compares hyperparameters with the root's."""
+    def _agree(self, built: bool) -> bool:
+        """Checks that gradients are averaged, and compares hyperparameters with the root's.
+
+        Returns whether the model is built on all ranks: `adapt` on the root may have built a layer.
+        """
         model, comm, optimizers = self.model, runtime.fit_communicator(), optimizers_of(self.model)
         is_distributed = any(isinstance(optimizer, KeepsOptions) for optimizer in optimizers)
-        mine = is_distributed, hyperparameters(model)
+        mine = is_distributed, hyperparameters(model), built
         everyone = allgather_object(mine, "the comparison of optimizers")
-        are_distributed, values = zip(*everyone, strict=True)
+        are_distributed, values, are_built = zip(*everyone, strict=True)
         if any(are_distributed) and not all(are_distributed):
             plain, other = are_distributed.index(False), are_distributed.index(True)
             raise errors.MismatchError(
@@ -128,6 +131,7 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         if not is_distributed and optimizers:
             self._refuse_plain(optimizers[0])
         self._warn_of_differences(dict(zip(comm.ranks, values, strict=True)))
+        return all(are_built)
 
     def _refuse_plain(self, optimizer: keras.optimizers.Optimizer) -> None:
         own_step = not is_part_of_keras(type(self.model).train_step)

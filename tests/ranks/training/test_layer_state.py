@@ -127,6 +127,30 @@ def test_a_model_that_fit_builds_gets_the_constants_of_the_root():
 
 @on_several
 @pytest.mark.parity("`verify_replicas` compares what layers compute with")
+class Marked(keras.Model):
+    """Says that it is built, as models that train their parts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = layers.Normalization()
+        self.part = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+        self.built = True
+
+    def call(self, inputs):
+        return self.part(self.scale(inputs))
+
+
+def test_adapt_may_have_built_the_last_layer_on_the_root_alone():
+    model = Marked()
+    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", **EAGER)
+    if keras_dist.rank() == 0:
+        model.scale.adapt(DATA)
+    fit(model)
+    keras_dist.verify_replicas(model)
+    found = keras.ops.convert_to_numpy(model.scale(DATA)).ravel()
+    np.testing.assert_allclose(found, NORMAL, rtol=1e-5)
+
+
 def test_constants_that_differ_are_named_and_repaired():
     model = normalizing(adapts_on=0)
     layer = normalization_in(model)
