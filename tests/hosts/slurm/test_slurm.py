@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from namespaces import MPICH as MPICH_SETTINGS
-from start_jobs import is_alive, lean, pids, wait_for
+from start_jobs import BARE, is_alive, lean, pids, wait_for
 
 JOBS = Path(__file__).parents[3] / "examples" / "jobs"
 RELIABILITY = Path(__file__).parents[3] / "docs" / "reliability.md"
@@ -21,19 +21,30 @@ MPICH = Path(sys.executable)
 
 pytestmark = pytest.mark.slow
 
-# Trains with a backup. With a file `slow` it trains until it is interrupted.
-TRAIN = """
+# What a rank is, as it says itself.
+ABOUT = """
 import json, os, pathlib, time
-import keras, numpy as np
 import keras_dist
 
-keras.utils.set_random_seed(3)
+keras_dist.init()
 rank = keras_dist.rank()
 pathlib.Path(f"pid-{os.getpid()}").touch()
 about = dict(rank=rank, size=keras_dist.size(), local_rank=keras_dist.local_rank(),
              node=os.uname().nodename, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
              restarts=os.environ.get("SLURM_RESTART_COUNT", "0"))
 print("about " + json.dumps(about), flush=True)
+"""
+# Without a framework.
+MEET = f"""{BARE}{ABOUT}
+keras_dist.barrier()
+print("has met all", flush=True)
+"""
+
+# Trains with a backup. With a file `slow` it trains until it is interrupted.
+TRAIN = """
+import keras, numpy as np
+
+keras.utils.set_random_seed(3)
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
 model.compile(optimizer=keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
 x = np.random.default_rng(1).normal(size=(64, 6)).astype("float32")
@@ -86,18 +97,21 @@ def submit(cluster, open_mpi, tmp_path):
     (tmp_path / "bin" / "module").write_text("#!/bin/sh\n")  # a command of clusters
     (tmp_path / "bin" / "module").chmod(0o755)
 
-    def submit(script, folder, *options, python=open_mpi, train_slowly=False):
+    def submit(
+        script, folder, *options, python=open_mpi, program=ABOUT + TRAIN, train_slowly=False
+    ):
         (installed / "activate").write_text(f'PATH="{installed}:{python.parent}:$PATH"\n')
         folder.mkdir()
         if train_slowly:
             (folder / "slow").touch()
-        (folder / "train.py").write_text(TRAIN)
-        given = lean(KERAS_BACKEND="torch", OMP_NUM_THREADS="1", **MPICH_SETTINGS)
+        (folder / "train.py").write_text(program)
+        given = lean(KERAS_BACKEND="jax", OMP_NUM_THREADS="1", **MPICH_SETTINGS)
         given |= {"HOME": str(home), "PATH": f"{tmp_path / 'bin'}:{given['PATH']}"}
         size = ["--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=2"]
         where = [f"--chdir={folder}", f"--output={folder / 'output'}"]
         number = cluster.submit(script, *size, *where, *options, **given)
-        again = functools.partial(submit, script, python=python, train_slowly=train_slowly)
+        how = {"python": python, "program": program, "train_slowly": train_slowly}
+        again = functools.partial(submit, script, **how)
         return Job(number, folder, lambda folder: again(folder, *options))
 
     return submit
@@ -155,9 +169,9 @@ def complete(cluster, job, tries=3):
 
 
 def test_srun_starts_the_ranks_with_their_gpus(cluster, submit, tmp_path):
-    folder = complete(cluster, submit(SRUN, tmp_path / "job")).folder
+    folder = complete(cluster, submit(SRUN, tmp_path / "job", program=MEET)).folder
     assert about(folder) == ranks()
-    assert output(folder).count(f"trained {STEPS} steps") == 4
+    assert output(folder).count("has met all") == 4
 
 
 def script_of_the_page():
@@ -182,6 +196,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes_to_the_bit(cluster, sub
         assert wait_for(lambda job=job: cluster.job(job.number)["Restarts"] == "1")
         cluster.limit(job.number, 60)
     whole = complete(cluster, submit(SRUN, tmp_path / "whole")).folder
+    assert output(whole).count(f"trained {STEPS} steps") == 4
     for submitted in interrupted:
         job = complete(cluster, submitted)
         folder = job.folder
@@ -199,11 +214,12 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes_to_the_bit(cluster, sub
 def test_keras_dist_run_starts_the_ranks_of_the_allocation(
     cluster, submit, tmp_path, python_of_library
 ):
-    job = complete(cluster, submit(MPIRUN, tmp_path / "job", python=python_of_library))
+    how = {"python": python_of_library, "program": MEET}
+    job = complete(cluster, submit(MPIRUN, tmp_path / "job", **how))
     assert about(job.folder) == ranks()
     folder = job.folder / "logs" / str(job.number)
     logs = [(folder / f"rank-{rank}.log").read_text() for rank in range(4)]
-    assert all("trained" in log for log in logs)
+    assert all("has met all" in log for log in logs)
 
 
 @pytest.mark.parametrize("script", [SRUN, MPIRUN], ids=["srun", "mpirun"])
