@@ -159,10 +159,8 @@ def _used_by(model: Any) -> list[Any]:
         return []
     from keras_dist._compat.keras.optimizers import TF_STRATEGY, innermost_optimizer
 
-    used = [model.distribute_strategy]
-    if model.optimizer is not None:
-        used.append(getattr(innermost_optimizer(model.optimizer), TF_STRATEGY))
-    return [strategy for strategy in used if _acts(strategy)]
+    optimizer = innermost_optimizer(model.optimizer)
+    return [s for s in (model.distribute_strategy, getattr(optimizer, TF_STRATEGY)) if _acts(s)]
 
 
 def _acts(strategy: Any) -> bool:

@@ -92,14 +92,14 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
 
     def _broadcast(self) -> None:
         model = self.model
-        if model.optimizer is None and is_part_of_keras(type(model).train_step):
+        if model.optimizer is None:
             raise errors.ArgumentError(
                 f"model {model.name!r} to be compiled with an optimizer",
                 "none",
                 "Pass optimizer=keras_dist.DistributedOptimizer(...) to compile.",
             )
         build_optimizers_alike(model)
-        if model.optimizer is not None and not model.optimizer.built:
+        if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         broadcast_state(model, self.root_rank)
         separate_in_fit(model, self.root_rank)

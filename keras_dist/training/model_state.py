@@ -9,7 +9,6 @@ import numpy as np
 
 from keras_dist import _backends, _engine
 from keras_dist._compat.keras import models, optimizer_state
-from keras_dist._compat.keras.callbacks import is_part_of_keras
 from keras_dist._compat.keras.optimizers import MULTI_OPTIMIZER, inner_optimizer
 from keras_dist._compat.keras.sliced_updates import averages
 
@@ -29,15 +28,12 @@ def families(model: keras.Model) -> list[list[Any]]:
     """Returns, for each optimizer of a model, the optimizer followed by its inner optimizers.
 
     The compiled one comes first, then those that a custom train step has in attributes of the model
-    and in its lists and dicts, and distributed ones of models among its layers.
+    and in its lists and dicts.
     """
     found: list[Any] = [models.optimizer_of(model)]
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
         found.extend(items if isinstance(value, list | tuple | dict) else [value])
-    if not is_part_of_keras(type(model).train_step):
-        parts = map(models.optimizer_of, models.layers_of(model))
-        found.extend(part for part in parts if hasattr(part, "_keras_dist"))
     outermost = {
         id(optimizer): optimizer
         for optimizer in found

@@ -168,18 +168,3 @@ class Gan(Turns):
 
         yield loss_of_judge, self.judging, self.judge
         yield loss_of_maker, self.optimizer, self.maker
-
-
-class Parts(Gan):
-    """The same, compiled without an optimizer: each part is compiled with its own."""
-
-    def __init__(self, wrap=lambda optimizer: optimizer):
-        super().__init__(wrap)
-        self.judge.compile(self.judging)
-        self.maker.compile(self.optimizer)
-        self.compile(optimizer=None)
-        self.judging = None
-
-    def turns(self, real, noise):
-        for loss_of, _, part in super().turns(real, noise):
-            yield loss_of, part.optimizer, part

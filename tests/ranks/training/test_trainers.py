@@ -1,11 +1,9 @@
 """Trainers that are no `keras.Model`, models that build late, and several optimizers in a step."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
-from gans import Gan, Parts
+from gans import Gan
 from interrupting import Interrupt, Interrupted
 from small_training import (
     BATCH,
@@ -135,29 +133,6 @@ def test_two_optimizers_in_one_train_step():
     assert agreed([weight.tobytes() for weight in weights_of(model)])
     assert agreed([np.array(v).tobytes() for v in model.judging.variables])
     assert int(model.judging.iterations) == int(model.optimizer.iterations) == STEPS
-    assert_close(weights_of(model), weights_of(plain))
-
-
-@pytest.mark.skipif(keras.backend.backend() == "jax", reason="a step of JAX needs an optimizer")
-def test_two_optimizers_of_the_parts_of_a_model_that_has_none():
-    n, rank = keras_dist.size(), keras_dist.rank()
-    real, _ = global_data()
-    noise = np.random.default_rng(2).standard_normal((len(real), 2)).astype("float32")
-    plain, model = Parts(), Parts(keras_dist.DistributedOptimizer)
-    plain.fit(real, noise, batch_size=BATCH * n, shuffle=False, verbose=0)
-    alone = len(real) - BATCH  # the last step, which the first rank takes alone
-    plain.fit(real[alone:], noise[alone:], batch_size=BATCH, shuffle=False, verbose=0)
-    own = [rows_of_rank(each, BATCH) for each in (real, noise)]
-    if rank == 0:
-        own = [
-            np.concatenate([mine, each[alone:]])
-            for mine, each in zip(own, (real, noise), strict=True)
-        ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # that the optimizers are plain
-        fit_rows(model, *own)
-    keras_dist.verify_replicas(model)
-    assert int(model.judge.optimizer.iterations) == STEPS + 1
     assert_close(weights_of(model), weights_of(plain))
 
 
