@@ -252,11 +252,13 @@ def _adapt_bins(layer: Any, data: Any, options: dict[str, Any], comm: _engine.Co
         with _on_every_rank(comm, layer):
             batch = next(batches, None)
             mine = None if batch is None else _as_numpy(batch).astype(np.float32).reshape(-1)
-        everyone = _engine.collectives.allgather_object(comm, mine, operation="a batch of data")
-        found = [values for values in everyone if values is not None]
-        if not found:
+        everyone = _engine.collectives.allgather_object(
+            comm, mine is not None, operation="whether there is a batch"
+        )
+        if not any(everyone):
             break
-        joined = np.concatenate(found)
+        own = np.empty(0, np.float32) if mine is None else mine
+        joined = _engine.collectives.allgather(comm, own, "a batch of data")
         total += joined.size
         layer.update_state(joined)
     if not total:

@@ -40,15 +40,16 @@ def _of_halves(function: Callable[..., Any], make_rows: Callable[[], Any]) -> st
             np.array(to_numpy(ops.convert_to_tensor(function(*(each[rows] for each in given)))))
             for rows in (slice(None), slice(ROWS // 2), slice(ROWS // 2, None))
         )
+        if whole.ndim:
+            return ROWWISE
+        mean = np.mean(parts)
+        if not np.isfinite(whole) or math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6):
+            return MEAN
+        return SUM if math.isclose(whole, sum(parts), rel_tol=1e-3) else NEITHER
     except errors.KerasDistError:  # it communicates, and the ranks differ
         raise
     except Exception:  # of other people's code, for data that it was not made for
         return None
-    if whole.ndim:
-        return ROWWISE
-    if not np.isfinite(whole) or math.isclose(whole, np.mean(parts), rel_tol=1e-3, abs_tol=1e-6):
-        return MEAN
-    return SUM if math.isclose(whole, sum(parts), rel_tol=1e-3) else NEITHER
 
 
 def as_tried(own: Measured) -> Measured:

@@ -125,8 +125,6 @@ def test_a_model_that_fit_builds_gets_the_constants_of_the_root():
     np.testing.assert_allclose(np.ravel(mean), DATA.mean(), rtol=1e-6)
 
 
-@on_several
-@pytest.mark.parity("`verify_replicas` compares what layers compute with")
 class Marked(keras.Model):
     """Says that it is built, as models that train their parts do."""
 
@@ -140,6 +138,7 @@ class Marked(keras.Model):
         return self.part(self.scale(inputs))
 
 
+@on_several
 def test_adapt_may_have_built_the_last_layer_on_the_root_alone():
     model = Marked()
     model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", **EAGER)
@@ -151,6 +150,8 @@ def test_adapt_may_have_built_the_last_layer_on_the_root_alone():
     np.testing.assert_allclose(found, NORMAL, rtol=1e-5)
 
 
+@on_several
+@pytest.mark.parity("`verify_replicas` compares what layers compute with")
 def test_constants_that_differ_are_named_and_repaired():
     model = normalizing(adapts_on=0)
     layer = normalization_in(model)
