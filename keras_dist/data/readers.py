@@ -82,7 +82,7 @@ def segment_of_npy(path: str) -> RowSegment:
     """Returns the segment of a `.npy` file."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as failure:
+    except Exception as failure:  # numpy raises errors of several classes, also of a tokenizer
         raise _unreadable(path, failure, "Write the file again with numpy.save.") from failure
     if not isinstance(array, np.memmap):
         raise errors.DataError(

@@ -154,6 +154,7 @@ def limited_batches(
 ) -> tf.data.Dataset:
     """Returns `options.steps` full batches of a pipeline of unknown length."""
     batch_size = options.batch_size or DEFAULT_BATCH_SIZE
+    dataset = dataset.repeat() if options.draws else dataset
 
     def batched(part: tf.data.Dataset) -> tf.data.Dataset:
         return part.batch(batch_size, drop_remainder=True)

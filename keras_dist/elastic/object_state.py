@@ -248,7 +248,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         try:
             found[name] = _plain(value)
-        except (TypeError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             expected = f"{name} to be a JSON value, in a state with a directory"
             remedy = "Keep only numbers, strings, lists and dicts with string keys in it."
             raise errors.ArgumentTypeError(expected, str(error), remedy) from None
@@ -266,6 +266,8 @@ def _plain(value: Any) -> Any:
             if not isinstance(key, str):  # JSON would convert it to a string
                 raise TypeError(f"a dictionary with the key {key!r}")
         return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, int):
+        str(value)  # refuses those of too many digits, as JSON would when the state is written
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(f"a {type(value).__name__}")

@@ -47,13 +47,12 @@ def directory() -> Path:
 
 
 def find_sockets() -> list[Path]:
-    """Returns the sockets of this user's jobs on this node, the newest first.
+    """Returns the sockets of this user's jobs, the newest first.
 
-    Nodes may share the directory.
+    Nodes may share the directory, and a container on this one may have a name of its own.
     """
     candidates = filter(is_private_directory, _candidates())
-    name = f"{os.uname().nodename}-*{SUFFIX}"
-    found = [path for folder in candidates for path in folder.glob(name)]
+    found = [path for folder in candidates for path in folder.glob(f"*{SUFFIX}")]
     dated = []
     for path in found:
         with contextlib.suppress(OSError):  # the job has ended
@@ -62,8 +61,9 @@ def find_sockets() -> list[Path]:
 
 
 def remove_dead() -> None:
-    """Removes sockets without a listener, because the root was killed."""
-    for path in find_sockets():
+    """Removes sockets of this node without a listener, because the root was killed."""
+    node = f"{os.uname().nodename}-"
+    for path in (found for found in find_sockets() if found.name.startswith(node)):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
             try:

@@ -239,6 +239,9 @@ def _check(options: argparse.Namespace) -> None:
         expected = "no restarts with --on-failure stop"
         received = f"--on-failure stop with --max-restarts {options.max_restarts}"
         remedy = "Leave one of them out."
+    elif asks and not options.host_discovery_script:
+        expected, received = "a command in --host-discovery-script", "an empty text"
+        remedy = "Pass a program that prints one host per line, such as h1:2."
     elif asks and (options.hosts or options.hostfile):
         expected, received = "only --host-discovery-script", "other options for hosts as well"
         remedy = "Leave out --hosts and --hostfile."

@@ -127,6 +127,8 @@ def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
         stream = jobs_of(path)
         try:
             job = next(stream)
+        except ConnectionRefusedError:  # of another node, or of a container that has ended
+            continue
         except (OSError, StopIteration, errors.ArgumentError) as error:
             print(f"keras-dist top: {path.name}: {error or 'ended'}", file=sys.stderr, flush=True)
             continue

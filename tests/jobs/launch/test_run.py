@@ -130,6 +130,7 @@ def test_going_on_without_a_rank_is_asked_of_open_mpi_alone(dry_run):
         ("-np 2 --join-directory d true", "--join-directory: ranks do not join a job that runs."),
         ("-np 2 --on-failure replace true", "do not join a job that runs. keras-dist run --max-r"),
         ("-H h1 --host-discovery-script ls true", "only --host-discovery-script"),
+        ("-np 2 --host-discovery-script= true", "a command in --host-discovery-script"),
         ("--host-discovery-script false true", "Expected false to name 1 or more slots"),
         (f"--host-discovery-script {HERE} true", "Received: Permission denied: not an executable"),
         ("--host-discovery-script 'ls true", 'expected arguments: "\'ls": No closing quotation'),

@@ -232,9 +232,13 @@ def test_each_rank_samples_independently(kind):
     assert run()[1] == second != run(1)[1]
 
 
-@pytest.mark.parametrize("kind", ["samples", "tf.data"])
+@pytest.mark.parametrize("kind", ["samples", "tf.data", "tf.data of unknown length"])
 def test_any_number_of_steps_is_sampled(kind):
-    parts = on_ranks(2, lambda: data.sample(DRAWN[kind](), 5, steps=40))
+    makers = {
+        **DRAWN,
+        "tf.data of unknown length": lambda: tf.data.Dataset.range(60).filter(lambda n: n < 60),
+    }
+    parts = on_ranks(2, lambda: data.sample(makers[kind](), 5, steps=40))
     assert [[len(first_leaf(batch)) for batch in part] for part in parts] == [[5] * 40] * 2
 
 
