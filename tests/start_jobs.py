@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import suite
-
 # Printed by Open MPI's mpiexec when it fails before it starts a rank, which happens rarely.
 NOT_STARTED = "PMIx server's listener thread failed"
 
@@ -38,8 +36,6 @@ def lean_variables(*needed, **variables):
     folders = [str(Path(__file__).with_name("lean")), environment.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, folders))
     left_out = " ".join({"jax", "sklearn", "tensorflow"} - used)
-    if "jax" in used and "tensorflow" not in used:  # which may not know these flags
-        variables = {"XLA_FLAGS": suite.QUICKLY, **variables}
     return {**variables, "PYTHONPATH": path, "LEFT_OUT": left_out, "NEEDED": " ".join(needed)}
 
 

@@ -86,9 +86,7 @@ def nodes(ranks: int, count: int) -> Job:
 
 
 # On several ranks, jobs for equality on JAX use its default optimizations.
-OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
-# All others on JAX compile in a fraction of the time.
-QUICKLY = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+OPTIMIZED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 JOBS = {
     # One rank shows that keras_dist changes nothing.
     "tensorflow-1": Job(1),
@@ -262,7 +260,6 @@ class Suite:
             "TEST_JOB": name,
             # These ranks have a cache each. What is locked takes longer the more it has.
             "JAX_COMPILATION_CACHE_MAX_SIZE": "-1",
-            **({"XLA_FLAGS": QUICKLY} if job.backend == "jax" else {}),
             **job.variables,
         }
         if not job.recorded:
