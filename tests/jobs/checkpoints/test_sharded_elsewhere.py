@@ -3,9 +3,9 @@
 import pytest
 from start_jobs import SCRIPTS, lean, told
 
-# Each backend goes on from each other, on another number of ranks. Tests on ranks load on the
-# backend that has saved.
-JOBS = "jax 2, torch 1, tensorflow 2, jax 3, tensorflow 1, torch 2, jax 1".split(", ")
+# Each backend goes on from another, on another number of ranks. Tests on ranks load on the backend
+# that has saved, so that each reads what each has written.
+JOBS = "jax 2, torch 3, tensorflow 1, jax 2".split(", ")
 
 
 @pytest.mark.slow
