@@ -94,14 +94,6 @@ def test_a_failed_launch_in_fit(job):
 
 
 @slow
-def test_a_killed_rank_in_fit(ulfm_job):
-    ended = in_fit(ulfm_job, 3, "die")
-    assert ended.returncode != 0
-    assert ended.seconds < allowed(30)
-    assert "Expected all ranks to come" in ended.stdout
-
-
-@slow
 def test_ranks_continue_in_fit(go_on):
     printed = in_fit(go_on, 3, "die").succeeded()
     assert "2 of 3 ranks continue" in printed
