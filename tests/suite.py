@@ -346,14 +346,17 @@ def run_everything(suite: Suite, is_short: bool) -> None:
     # One rank needs one core, and tests of one process another.
     alone = [name for name, job in jobs.items() if job.ranks == 1]
     marks = ["-m", NOT_SLOW] if is_short else ["--deselect", ON_PAGES]
-    with beside(lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]):
-        suite.run_here("one process", *workers(2), "tests/house", "tests/unit", *marks)
-    # Tests that start jobs mostly wait, those of tests/hosts for minutes: they come first. Only the
-    # whole set makes the fault table.
-    of_jobs = [*workers(3), *ONCE_MORE, "tests/hosts", "tests/jobs", *short]
+    # Tests on hosts wait for minutes, and faults for seconds; other jobs compute.
+    hosts = [*ONCE_MORE, "tests/hosts"]  # none is short
+    of_jobs = [*workers(2), *ONCE_MORE, "tests/jobs", *short]
+    # Only the whole set makes the fault table.
     table = ["--fault-table", "check"] if suite.is_whole else []
-    with beside(lambda: suite.run_here("jobs", *of_jobs, quiet=True)):
-        suite.run_here("faults", *workers(2), *ONCE_MORE, "tests/faults", *table, *short, lean=True)
+    with beside(lambda: is_short or suite.run_here("hosts", *hosts, quiet=True)):
+        with beside(lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]):
+            suite.run_here("one process", *workers(2), "tests/house", "tests/unit", *marks)
+        with beside(lambda: suite.run_here("jobs", *of_jobs, quiet=True)):
+            faults = [*workers(3), *ONCE_MORE, "tests/faults", *table, *short]
+            suite.run_here("faults", *faults, lean=True)
     for name, job in jobs.items():
         if job.ranks > 1 and time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
             suite.run_job(name, files_of(name), marked=job.short if is_short else job.marked)
