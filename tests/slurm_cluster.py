@@ -22,7 +22,8 @@ NEEDED = {
 GPUS = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random"]
 
 # Nodes share the file system: each has directories of its own (%n). `cred_expire` is also the delay
-# before a requeued job starts. On a machine with much to do, ranks need minutes after the signal.
+# before a requeued job starts, and by default Slurm looks for such jobs once a minute. On a machine
+# with much to do, ranks need minutes after the signal.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={first}
@@ -41,6 +42,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=2
 OverTimeLimit=10
 SlurmdParameters=config_overrides
 GresTypes=gpu
