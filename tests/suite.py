@@ -343,20 +343,26 @@ def run_everything(suite: Suite, is_short: bool) -> None:
     """Runs all tests, or those of the short run."""
     jobs = {name: job for name, job in JOBS.items() if job.short or not is_short}
     short = ["-m", "short"] if is_short else []
-    # One rank needs one core, and tests of one process another.
-    alone = [name for name, job in jobs.items() if job.ranks == 1]
     marks = ["-m", NOT_SLOW] if is_short else ["--deselect", ON_PAGES]
-    # Tests on hosts wait for minutes, and faults for seconds; other jobs compute.
-    hosts = [*ONCE_MORE, "tests/hosts"]  # none is short
-    of_jobs = [*workers(2), *ONCE_MORE, "tests/jobs", *short]
     # Only the whole set makes the fault table.
     table = ["--fault-table", "check"] if suite.is_whole else []
-    with beside(lambda: is_short or suite.run_here("hosts", *hosts, quiet=True)):
-        with beside(lambda: [suite.run_job(name, files_of(name), quiet=True) for name in alone]):
-            suite.run_here("one process", *workers(2), "tests/house", "tests/unit", *marks)
-        with beside(lambda: suite.run_here("jobs", *of_jobs, quiet=True)):
-            faults = [*workers(3), *ONCE_MORE, "tests/faults", *table, *short]
-            suite.run_here("faults", *faults, lean=True)
+
+    def run_hosts() -> None:
+        if not is_short:
+            suite.run_here("hosts", *ONCE_MORE, "tests/hosts", quiet=True)
+
+    def run_alone_and_jobs() -> None:
+        for name, job in jobs.items():
+            if job.ranks == 1:
+                suite.run_job(name, files_of(name), quiet=True)
+        suite.run_here("jobs", *workers(2), *ONCE_MORE, "tests/jobs", *short, quiet=True)
+
+    # Two cores are busy all the time: one rank needs one, and tests of one process another. Tests
+    # on hosts wait for minutes, and faults for seconds, more than other jobs.
+    with beside(run_hosts), beside(run_alone_and_jobs):
+        suite.run_here("one process", *workers(2), "tests/house", "tests/unit", *marks)
+        faults = [*workers(3), *ONCE_MORE, "tests/faults", *table, *short]
+        suite.run_here("faults", *faults, lean=True)
     for name, job in jobs.items():
         if job.ranks > 1 and time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
             suite.run_job(name, files_of(name), marked=job.short if is_short else job.marked)
