@@ -21,7 +21,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="keras_dist-sources-")
 
 
 def write_npz(path: str, numbers: np.ndarray) -> None:
-    np.savez(path, x=np.stack([numbers, numbers], 1).astype("float32"), y=numbers)
+    np.savez(path, x=np.stack([numbers, numbers], 1).astype(">f4"), y=numbers)
 
 
 def write_parquet(path: str, numbers: np.ndarray) -> None:

@@ -88,6 +88,7 @@ def numbers_of(
 ) -> list[int]:
     """Returns the numbers of the samples of a batch; checks that its arrays agree row by row."""
     arrays = [np.asarray(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None]
+    assert all(array.dtype.isnative for array in arrays)
     first, *others = [array.reshape(len(array), -1)[:, 0].astype(int) for array in arrays]
     for other in others:
         np.testing.assert_array_equal(other, label(first))

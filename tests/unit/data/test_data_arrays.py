@@ -29,15 +29,6 @@ def epoch_of(part):
     return [batch.tolist() for batch in batches]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_arrays_have_native_byte_order(form):
-    data = {"x": np.arange(4, dtype=">i8"), "y": np.arange(4, dtype=">f4")}
-    [part] = parts_of(data, 1, form, batch_size=4, shuffle=False)
-    batch = part[0] if form is ArrayDataset else next(part.as_numpy_iterator())
-    assert batch["x"].dtype == np.int64 and batch["y"].dtype == np.float32
-    assert batch["x"].tolist() == batch["y"].tolist() == [0, 1, 2, 3]
-
-
 def test_two_iterations_at_once_do_not_disturb_each_other():
     [part] = parts_of(np.arange(20), 1, pipeline_of, batch_size=3)
     once = epoch_of(part)

@@ -141,16 +141,6 @@ def test_a_null_is_named_with_its_column_and_row_group(kind, tmp_path):
     assert "damaged" not in str(caught.value) and str(kind) in str(caught.value)
 
 
-def test_arrays_of_files_have_native_byte_order(tmp_path):
-    expected = np.arange(4)
-    for number, dtype in enumerate((">i8", "<i8")):
-        np.savez(tmp_path / f"{number}.npz", x=expected.astype(dtype), y=expected.astype(">f4"))
-    part = data.npz(f"{tmp_path}/*.npz", "x", "y", batch_size=4, shuffle=False)
-    for x, y in part:
-        assert x.dtype == np.int64 and x.dtype.isnative and y.dtype.isnative
-        assert x.tolist() == y.tolist() == expected.tolist()
-
-
 def members_of(path, *names):
     """Writes a tar file of members whose contents are their names; `/` ends a directory."""
     with tarfile.open(path, "w") as archive:
