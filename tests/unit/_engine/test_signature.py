@@ -26,113 +26,77 @@ def changed(**fields):
     return dataclasses.replace(CALL, **fields)
 
 
-def test_names_of_arrays_are_shown_but_not_compared():
-    assert difference([CALL, changed(), CALL], range(3)) is None
-    other = changed(entries=(Entry("x", (3, 5), "f4"), Entry("y", (2,), "f4")))
-    assert difference([CALL, other], range(2)) is None
-
-
 def with_entries(first=CALL.entries[0], second=CALL.entries[1], *more):
     return changed(entries=(first, second, *more))
 
 
-@pytest.mark.parametrize(
-    ("other", "expected", "received"),
-    [
-        (CollectiveSignature("barrier"), "{call}", "barrier"),
-        (CollectiveSignature("adasum"), "{call}", "adasum"),
-        (changed(op="max"), "op='sum' in {call}", "op='max'"),
-        (changed(root=1), "root_rank=None in {call}", "root_rank=1"),
-        (changed(prescale=2.0), "prescale_factor=1.0 in {call}", "prescale_factor=2.0"),
-        (changed(postscale=0.5), "postscale_factor=1.0 in {call}", "postscale_factor=0.5"),
-        (changed(compression="fp16"), "compression='none' in {call}", "compression='fp16'"),
-        (changed(key="n"), "name=None in {call}", "name='n'"),
-        (with_entries(Entry("a", (3, 4), "f4")), "'a' with shape (3, 5) {first}", "(3, 4)"),
-        (with_entries(Entry("x", (3,), "f4")), "'a' with shape (3, 5) {first}", "'x' (3,)"),
-        (with_entries(Entry("A", (3, 6), "f4")), "'a' with shape (3, 5) {first}", "'A' (3, 6)"),
-        (with_entries(CALL.entries[0], Entry("b", (2,), "f8")), "'b' with dtype f4 {first}", "f8"),
-        (with_entries(CALL.entries[0], Entry("b", (2,), "b1")), "'b' with dtype f4 {first}", "b1"),
-        (changed(entries=CALL.entries[:1]), "2 arrays in {call}", "1 arrays in allreduce('a')"),
-        (
-            with_entries(*CALL.entries, Entry("c", (1,), "i1")),
-            "2 arrays in {call}",
-            "3 arrays in allreduce('a', 'b', 'c')",
-        ),
-        (
-            changed(buckets=((1, 0),)),
-            "allreduce('a', 'b') in 0 buckets of gradients  {first}",
-            "1 buckets of gradients [1, 0]",
-        ),
-        (changed(bucket=1), "bucket None of {call}", "bucket 1"),
-        (changed(piece=1), "piece None of {call}", "piece 1"),
-        (changed(launched=2), "allreduce('a', 'b') after 0 launches {first}", "2 launches"),
-        (changed(launched=-1), "allreduce('a', 'b') after 0 launches {first}", "-1 launches"),
-        (
-            changed(first=True),
-            "allreduce('a', 'b') not for the first time {first}",
-            "for the first time",
-        ),
-    ],
-)
+# Another call, what is expected of it, and what is received.
+DIFFERENCES = [
+    (CollectiveSignature("barrier"), "{call}", "barrier"),
+    (CollectiveSignature("adasum"), "{call}", "adasum"),
+    (changed(op="max"), "op='sum' in {call}", "op='max'"),
+    (changed(root=1), "root_rank=None in {call}", "root_rank=1"),
+    (changed(prescale=2.0), "prescale_factor=1.0 in {call}", "prescale_factor=2.0"),
+    (changed(postscale=0.5), "postscale_factor=1.0 in {call}", "postscale_factor=0.5"),
+    (changed(compression="fp16"), "compression='none' in {call}", "compression='fp16'"),
+    (changed(key="n"), "name=None in {call}", "name='n'"),
+    (with_entries(Entry("a", (3, 4), "f4")), "'a' with shape (3, 5) {first}", "(3, 4)"),
+    (with_entries(Entry("x", (3,), "f4")), "'a' with shape (3, 5) {first}", "'x' (3,)"),
+    (with_entries(Entry("A", (3, 6), "f4")), "'a' with shape (3, 5) {first}", "'A' (3, 6)"),
+    (with_entries(CALL.entries[0], Entry("b", (2,), "f8")), "'b' with dtype f4 {first}", "f8"),
+    (with_entries(CALL.entries[0], Entry("b", (2,), "b1")), "'b' with dtype f4 {first}", "b1"),
+    (changed(entries=CALL.entries[:1]), "2 arrays in {call}", "1 arrays in allreduce('a')"),
+    (
+        with_entries(*CALL.entries, Entry("c", (1,), "i1")),
+        "2 arrays in {call}",
+        "3 arrays in allreduce('a', 'b', 'c')",
+    ),
+    (
+        changed(buckets=((1, 0),)),
+        "allreduce('a', 'b') in 0 buckets of gradients  {first}",
+        "1 buckets of gradients [1, 0]",
+    ),
+    (changed(bucket=1), "bucket None of {call}", "bucket 1"),
+    (changed(piece=1), "piece None of {call}", "piece 1"),
+    (changed(launched=2), "allreduce('a', 'b') after 0 launches {first}", "2 launches"),
+    (changed(launched=-1), "allreduce('a', 'b') after 0 launches {first}", "-1 launches"),
+    (
+        changed(first=True),
+        "allreduce('a', 'b') not for the first time {first}",
+        "for the first time",
+    ),
+]
+
+
+@pytest.mark.parametrize(("other", "expected", "received"), DIFFERENCES)
 def test_the_difference_is_named(other, expected, received):
-    first = "as on rank 0"
+    first = "as on rank 4"
     expected = expected.format(call=f"allreduce('a', 'b') {first}", first=first)
-    assert difference([CALL, CALL, other], range(3)) == (2, expected, received)
+    assert difference([CALL, CALL, other], [4, 5, 7]) == (7, expected, received)
 
 
-def test_ranks_have_their_numbers_in_the_job():
-    found = difference([CALL, CollectiveSignature("barrier"), CALL], [4, 5, 7])
-    assert found == (5, "allreduce('a', 'b') as on rank 4", "barrier")
-
-
-@pytest.mark.parametrize(
-    ("buckets", "text"),
-    [
-        ([], "0 buckets of gradients "),
-        ([(0, 1)], "1 buckets of gradients [0, 1]"),
-        ([(0,), (1,), (2,), (3,)], "4 buckets of gradients [0], [1], [2], [3]"),
-        ([(0,), (1,), (2,), (3,), (4,)], "5 buckets of gradients [0], [1], [2], [3] ..."),
-    ],
-)
-def test_four_buckets_are_named(buckets, text):
-    cut = [changed(buckets=((0,), (1,))), changed(buckets=tuple(buckets))]
-    assert difference(cut, range(2))[2] == text
-
-
-OTHER_VALUES = {
-    "operation": "allgather",
-    "entries": CALL.entries[:1],
-    "op": "max",
-    "root": 0,
-    "key": "n",
-    "prescale": 2.0,
-    "postscale": 2.0,
-    "compression": "fp16",
-    "library": "NCCL",
-    "buckets": ((0, 1),),
-    "bucket": 0,
-    "piece": 0,
-    "error": ValueError("wrong"),
-    "launched": 1,
-    "first": True,
-    "notice": "stop",
-    "refused": ("n",),
-    "gradients": GradientSet(("a",), ("a",), (None,), adapts=True),
-}
+@pytest.mark.parametrize("count", [0, 4, 5])
+def test_four_buckets_are_named(count):
+    cut = [changed(buckets=((9,),)), changed(buckets=tuple((n,) for n in range(count)))]
+    text = f"{count} buckets of gradients {'[0], [1], [2], [3]' * (count > 0)}"
+    assert difference(cut, range(2))[2] == text + " ..." * (count > 4)
 
 
 def test_digests_differ_in_every_compared_field():
-    calls = [CALL, *(changed(**{field: value}) for field, value in OTHER_VALUES.items())]
+    gradients = GradientSet(("a",), ("a",), (None,), adapts=True)
+    others = {"library": "NCCL", "error": ValueError("wrong"), "gradients": gradients}
+    others |= {"notice": "stop", "refused": ("n",)}
+    calls = [CALL, *(call for call, *_ in DIFFERENCES)]
+    calls += [changed(**{field: value}) for field, value in others.items()]
     assert len({call.digest for call in calls}) == len(calls)
     assert {len(call.digest) for call in calls} == {16}
-    assert changed(spares=True, takes_named=False, remedy="Look.").digest == CALL.digest
-    assert {field.name for field in dataclasses.fields(CollectiveSignature)} == {
-        *OTHER_VALUES,
-        "spares",
-        "takes_named",
-        "ahead",
-        "remedy",
-    }
+    fields = {field.name for field in dataclasses.fields(CollectiveSignature)}
+    compared = {f for f in fields for call in calls if getattr(call, f) != getattr(CALL, f)}
+    assert fields - compared == {"spares", "takes_named", "ahead", "remedy"}
+    renamed = changed(entries=(Entry("x", (3, 5), "f4"), Entry("y", (2,), "f4")))  # names are shown
+    alike = changed(spares=True, takes_named=False, remedy="Look.")
+    assert renamed.digest == alike.digest == CALL.digest
+    assert difference([CALL, renamed], range(2)) is None
 
 
 def test_a_signature_is_immutable():
@@ -174,19 +138,14 @@ def test_a_signature_is_immutable():
     assert JoinedRanks((1,), (0,)) == JoinedRanks((1,), (0,)) != JoinedRanks((1,), (2,))
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "allreduce"),
-        (1, "allreduce('0')"),
-        (3, "allreduce('0', '1', '2')"),
-        (4, "allreduce('0', '1', '2' and 1 more)"),
-        (9, "allreduce('0', '1', '2' and 6 more)"),
-    ],
-)
-def test_three_arrays_are_named(count, text):
-    entries = entries_of(map(str, range(count)), [((), "i4")] * count)
-    assert str(CollectiveSignature("allreduce", entries)) == text
+def test_three_arrays_are_named():
+    calls = [
+        CollectiveSignature("f", entries_of(map(str, range(count)), [((), "i4")] * count))
+        for count in (0, 1, 3, 4, 9)
+    ]
+    names = ["", "('0')", "('0', '1', '2')"]
+    names += [f"('0', '1', '2' and {more} more)" for more in (1, 6)]
+    assert [*map(str, calls)] == [f"f{name}" for name in names]
 
 
 def test_a_launch_ahead_of_the_rendezvous_is_the_only_one():
