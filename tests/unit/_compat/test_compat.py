@@ -123,8 +123,6 @@ model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
 print("done")
 """
 
-# `from jax.interpreters import mlir` finds the attribute.
-LOWERING = f"del jax.interpreters.mlir; {IMPORT}"
 TORCH = """
 import keras_dist.torch as keras_dist
 keras_dist.init()
@@ -134,32 +132,18 @@ print("done")
 """
 
 ALLREDUCE = "import keras_dist.tensorflow as hvd; hvd.allreduce(tensorflow.constant(1.0))"
-TF_DATA = "keras_dist.data.shard(tensorflow.data.Dataset.range(8).batch(2))"
 SEEDS = "from keras_dist.training import random_generators as r; r.restore(r.states())"
-OUTPUTS = "from keras_dist._compat.keras import models; models.outputs_of(model)"
 
 # For each module: the backend, a script that does not need it, one that does, and the name used.
 HIDDEN = {
     "tensorflow.python.eager.record": ("tensorflow", TRAIN, ALLREDUCE, "could_possibly_record()"),
-    "tensorflow.python.data.ops.batch_op": ("tensorflow", TRAIN, TF_DATA, "_batch_size"),
-    "tensorflow.python.data.ops.prefetch_op": ("tensorflow", TRAIN, TF_DATA, "_PrefetchDataset"),
     "keras.src.random.seed_generator": ("tensorflow", TRAIN, SEEDS, "global_seed_generator"),
-    "keras.src.backend.common.global_state": ("torch", TRAIN, SEEDS, "get_global_attribute(name)"),
-    "keras.src.models.functional": ("torch", TRAIN, OUTPUTS, "outputs"),
     "jax._src.xla_bridge": ("jax", IMPORT, "keras_dist.init()", "backends_are_initialized()"),
-    "jax.interpreters.mlir": ("jax", LOWERING, "keras_dist.init()", "lower_fun"),
     "torch.utils.weak": ("torch", TORCH, "keras_dist.DistributedOptimizer(sgd)", "WeakTensorKey"),
 }
 
 
-# Without --all one module of each framework suffices.
-FIRST = {module.split(".")[0]: module for module in reversed(HIDDEN)}.values()
-
-
-@pytest.mark.parametrize(
-    "module",
-    [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in HIDDEN],
-)
+@pytest.mark.parametrize("module", HIDDEN)
 def test_a_module_that_has_moved_is_an_error_where_it_is_first_needed(tmp_path, module):
     backend, script, use, name = HIDDEN[module]
     pytest.importorskip(backend)
