@@ -89,13 +89,9 @@ def test_the_key_depends_on_every_field():
     assert ReductionOptions() != ReductionOptions()  # variables in groups cannot be compared
     with pytest.raises(dataclasses.FrozenInstanceError):
         ReductionOptions().op = ReduceOp.SUM
-
-
-def test_the_key_depends_on_the_identity_of_variables():
-    one, other = np.zeros(1), np.zeros(1)
+    one, other = np.zeros(1), np.zeros(1)  # which can only be told apart by identity
     keys = [ReductionOptions(groups=groups).key for groups in (((one,),), ((other,),), ((one,),))]
-    assert keys[0] == keys[2] != keys[1]
-    hash(keys[0])
+    assert keys[0] == keys[2] and len(set(keys)) == 2
 
 
 DEFAULTS = {
@@ -123,6 +119,13 @@ def test_defaults(parsed):
 def test_gradients_become_dense_on_request_and_under_adasum(op):
     assert ReductionOptions(op, sparse_as_dense=True).dense is True
     assert ReductionOptions(op).dense is (op is ReduceOp.ADASUM)
+
+
+def test_rows_are_reduced_by_themselves_unless_an_option_needs_whole_gradients():
+    assert ReductionOptions().takes_rows and ReductionOptions(ReduceOp.SUM).takes_rows
+    fields = "compression groups passes local_steps shard_state sparse_as_dense".split()
+    others = [{"op": ReduceOp.ADASUM}, *({field: OTHERS[field]} for field in fields)]
+    assert not any(ReductionOptions(**other).takes_rows for other in others)
 
 
 def test_ranks_of_each_step_with_and_without_local_steps():
@@ -228,14 +231,6 @@ def test_only_adasum_checks_the_number_of_ranks(parsed, monkeypatch):
     assert checked == [runtime.communicator()]
 
 
-def test_only_average_sum_and_adasum_are_accepted(parsed):
-    for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
-        with pytest.raises(errors.ArgumentError, match=f"for gradients. Received: {op.value}. Use"):
-            parsed(op)
-    with pytest.raises(errors.ArgumentError, match=r"with average_aggregated.* Received: adasum"):
-        parsed("adasum", average_aggregated_gradients=True)
-
-
 @pytest.mark.parametrize("number", [0, -1, 1.0, "1", True, None])
 def test_passes_and_groups_are_positive_integers(number):
     is_integer = type(number) is int
@@ -263,7 +258,7 @@ def test_only_an_average_can_be_predivided(op):
             parse_predivide(factor, op, "[here]")
 
 
-@pytest.mark.parametrize("factor", [0, 0.0, -1, -0.5])
+@pytest.mark.parametrize("factor", [0, -0.5])
 def test_a_predivide_factor_is_positive(factor):
     text = rf"\[here\] Expected .* to be above 0. Received: {factor!r}\."
     with pytest.raises(errors.ArgumentError, match=text):
@@ -281,7 +276,6 @@ def test_groups_are_lists_of_variables():
 @pytest.mark.parametrize(
     ("groups", "received"),
     [
-        ([1, 2], r"\[1, 2\] of type list"),
         ([[Variable()], "kernel"], r".*'kernel'\] of type list"),
         ([["kernel"], [3]], "'kernel' of type str"),
         ([[Variable(), 3]], "3 of type int"),
@@ -292,23 +286,14 @@ def test_invalid_groups_are_rejected(groups, received):
         parse_groups(groups, "[here]")
 
 
-def test_a_variable_is_in_one_group():
-    a, b = Variable(), Variable()
-    for groups in ([[a, b], [a]], [[a, a]]):
-        with pytest.raises(errors.ArgumentError, match=r"Received: a variable twice among \d\."):
-            parse_groups(groups, "[here]")
-
-
 def test_layers_are_given_singly_or_in_a_collection(parsed):
     import keras
 
     a, b = keras.layers.Dense(1), keras.layers.Dense(1)
     assert parse_layers(None) == ()
     assert parse_layers(a) == (a,)
-    for kind in (list, tuple):
-        assert parse_layers(kind([a, b])) == (a, b)
-    for kind in (set, frozenset):
-        assert set(parse_layers(kind([a, b]))) == {a, b}
+    for kind in (list, tuple, set, frozenset):
+        assert parse_layers(kind([a, b])) == tuple(kind([a, b]))
     for wrong, received in (
         ("dense", "'dense' of type str"),
         ([a, 3, "b"], "3 of type int"),
