@@ -57,16 +57,3 @@ def test_a_job_goes_on_after_the_failure_of_another_job(monkeypatch):
         outcomes |= {test: outcome for test, (outcome, _) in found.items()}
     assert outcomes == {FIRST: "passed", SECOND: "failed", THIRD: "passed"}
     assert [done[-2:] for done in given[1:]] == [[*given[0][-1:], FIRST], [FIRST, SECOND]]
-
-
-def test_the_table_counts_expected_failures_by_backend(monkeypatch, tmp_path):
-    monkeypatch.setattr(run, "BUILD", tmp_path)
-    for backend in "jax", "torch":
-        run.keep("keras", backend, {"folder/file_test.py": {FIRST: "passed", THIRD: "failed"}})
-    rows = run.table("keras")
-    assert rows[:3] == [
-        "| file | jax | torch |",
-        "|---|---|---|",
-        "| `folder/file_test.py` | 1 passed, 1 expected | 1 passed, 1 failed |",
-    ]
-    assert rows[-1] == "| `file_test.py::third` on jax | on purpose |"

@@ -4,7 +4,6 @@ import datetime
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -160,13 +159,3 @@ def test_a_result_replaces_the_table_on_the_page():
     assert found["text"] == f"\n{table}\n"
     with pytest.raises(SystemExit, match="no table b on the page"):
         tables["replace"](text, "b", new)
-
-
-def test_tables_are_listed():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "all"), "--list"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(TABLES)

@@ -12,7 +12,7 @@ from data_sources import PyBatches, Samples, TorchSamples
 
 import keras_dist
 from keras_dist import errors
-from keras_dist.data import consistency, shard, sharding
+from keras_dist.data import shard, sharding
 from keras_dist.data.shard_options import ShardOptions
 
 pytestmark = pytest.mark.skipif(keras_dist.size() > 1, reason="for one process")
@@ -115,14 +115,6 @@ def test_terms_are_the_arguments_that_ranks_compare():
         "shuffle_buffer",
     }
     assert set(facts) == named
-
-
-def test_an_error_that_is_not_ours_comes_through():
-    def survey():
-        raise FileNotFoundError("gone")
-
-    with pytest.raises(FileNotFoundError, match="gone"):
-        consistency.prepare(survey)
 
 
 def test_importing_costs_no_framework():

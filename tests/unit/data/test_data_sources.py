@@ -189,22 +189,6 @@ def test_torch_batches_go_to_the_device_of_the_training_thread(monkeypatch):
     assert used and set(used) == {(1, False)}
 
 
-def test_keras_trains_on_each():
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    pairs = lambda: ((np.ones((2, 1)), np.ones((2, 1))) for _ in range(5))  # noqa: E731
-
-    class Pairs(TorchSamples):
-        def __getitem__(self, index):
-            return torch.ones(1), torch.ones(1)
-
-    for source, options in [(pairs, {}), (pairs(), {"steps": 2}), (Pairs(9), {"batch_size": 2})]:
-        part = data.shard(source, **options)
-        before = int(model.optimizer.iterations)
-        model.fit(part, epochs=2, verbose=0)
-        assert int(model.optimizer.iterations) - before == 2 * len(part)
-
-
 # --- Random sampling
 
 

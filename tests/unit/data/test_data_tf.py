@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from keras_dist import errors
-from keras_dist.data import tf_order
 from keras_dist.data.files import source_of_files
 from keras_dist.data.record_files import tfrecord
 from keras_dist.data.shard_options import ShardOptions
@@ -178,15 +177,6 @@ def test_an_order_of_its_own_is_refused(name):
     ):
         TfSource(dataset, options_of(0, 2, {"batch_size": 2, "steps": 1}))
     TfSource(dataset, options_of(0, 1, {"batch_size": 2, "steps": 1}))
-
-
-def test_seeds_are_found_so_that_ranks_can_compare_them():
-    tf.random.set_seed(None)
-    one, other = (numbers(9).shuffle(9, seed=seed).batch(2) for seed in (1, 2))
-    assert tf_order.seeds(one) == tf_order.seeds(numbers(9).shuffle(9, seed=1))
-    assert tf_order.seeds(one) != tf_order.seeds(other)
-    inner = numbers(9).interleave(lambda n: numbers(n).shuffle(3, seed=7))
-    assert [seed for _, seed in tf_order.seeds(inner)] == [7]
 
 
 def test_a_pipeline_that_may_be_unordered_is_ordered():
