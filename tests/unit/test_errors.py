@@ -38,11 +38,6 @@ def test_other_arguments_stay():
 
 REMOVED = {
     "Pipeline": (lambda: keras_dist.Pipeline, AttributeError, "send and recv"),
-    "share_out": (
-        lambda: keras_dist.callbacks(share_out="at once"),
-        errors.ArgumentError,
-        "next epoch",
-    ),
     "keras-dist bench --model": (
         lambda: bench._bench(argparse.Namespace(model="model.keras", batch_size=None)),
         errors.ArgumentError,

@@ -237,15 +237,6 @@ def test_what_an_early_call_does_not_need_follows_it():
     assert programs == [[True, False], [False, True]]
 
 
-def test_arguments_of_other_shapes_are_traced_again():
-    split = split_at(double, recording([]), once)
-    for rows in (4, 1, 4):
-        state, _ = arguments()
-        x = jnp.ones((rows, 3))
-        expected, _ = once(arguments()[0], x)
-        np.testing.assert_allclose(split(state, x)[0]["a"], expected["a"], rtol=1e-6)
-
-
 def test_the_first_argument_is_donated():
     split = split_at(double, recording([]), once)
     state, x = arguments()

@@ -58,19 +58,6 @@ def test_the_default_is_that_of_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compression", "kind"),
-    [
-        ("zip", errors.ArgumentError),
-        (16, errors.ArgumentTypeError),
-        (Half, errors.ArgumentTypeError),
-    ],
-)
-def test_another_compression_is_refused(compression, kind):
-    with pytest.raises(kind, match=r"\[test\] Expected compression to be none, fp16, bf16"):
-        parse_compression(compression, "[test]")
-
-
-@pytest.mark.parametrize(
     ("methods", "message"),
     [
         ({"compress": lambda self, array: array[:1]}, r"compress of .* shape \(3,\)"),

@@ -79,14 +79,12 @@ def test_an_allocation_of_pbs_is_used(command, tmp_path):
         command(OPEN_MPI, PBS_NODEFILE=str(nodes))
 
 
-def test_an_allocation_of_lsf_is_used(command, tmp_path):
+def test_an_allocation_of_lsf_is_used(command, tmp_path, monkeypatch):
     nodes = tmp_path / "nodes"
     nodes.write_text("n1\nn1\nn2\n")
     assert "-n 3 --host n1:2,n2:1 " in command(OPEN_MPI, LSB_DJOB_HOSTFILE=str(nodes))
     assert command(INTEL, LSB_DJOB_HOSTFILE=str(nodes)) == "-n 3 true"
-
-
-def test_lsf_may_name_hosts_in_the_environment(command):
+    monkeypatch.delenv("LSB_DJOB_HOSTFILE")
     assert "-n 6 --host n1:4,n2:2 " in command(OPEN_MPI, LSB_MCPU_HOSTS="n1 4 n2 2")
 
 
