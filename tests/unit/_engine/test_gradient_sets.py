@@ -25,42 +25,44 @@ def test_displayed_names_and_adaptation_are_not_compared():
     assert plain.digest != GradientSet(("x",), ("a",), (ROWS,), True).digest
 
 
+MANY = tuple(f"v{number}" for number in range(20))
+
+
+def of_many(*names):
+    return made(*[DENSE] * 20, names=names)
+
+
 @pytest.mark.parametrize(
-    ("other", "expected"),
+    ("first", "other", "rank", "expected", "received"),
     [
         (
+            made(DENSE, None, DENSE),
             made(DENSE, None, names=("a", "b")),
-            (3, "gradients of 3 variables, 'a', 'b', 'c' as on rank 1", "2 variables, 'a', 'b'"),
+            *(3, "gradients of 3 variables, 'a', 'b', 'c' as on rank 1", "2 variables, 'a', 'b'"),
         ),
         (
+            made(DENSE, None, DENSE),
             made(DENSE, None, ("float16", None)),
-            (3, "the gradient of 'c' as on other ranks, float32", "float16"),
+            *(3, "the gradient of 'c' as on other ranks, float32", "float16"),
         ),
         (
-            made(DENSE, None, ("float32", "int32")),
-            (1, "the gradient of 'c' as on other ranks, float32", "rows of float32"),
+            made(DENSE, None, ROWS, adapts=False),  # a compiled step has rows, another one does not
+            made(DENSE, None, DENSE),
+            *(1, "the gradient of 'c' as on other ranks, float32", "rows of float32"),
+        ),
+        (  # of many variables those are listed that differ
+            of_many(*MANY),
+            of_many(*MANY[:19], "w"),
+            *(3, "gradients of 20 variables, 'v19' as on rank 1", "20 variables, 'w'"),
+        ),
+        (
+            of_many(*MANY),
+            of_many(*MANY[:18], "v19", "v18"),
+            *(3, "gradients of 20 variables, 'v18', 'v19' as on rank 1"),
+            "20 variables, 'v19', 'v18'",
         ),
     ],
 )
-def test_ranks_that_cannot_adapt_are_named(other, expected):
-    first = made(DENSE, None, DENSE)
-    if other.forms[-1] == ("float32", "int32"):  # a compiled step has rows, another one does not
-        first, other = made(DENSE, None, ROWS, adapts=False), made(DENSE, None, DENSE)
-    rank, text, received, _ = difference_of_sets([first, other], [1, 3])
-    assert (rank, text) == expected[:2]
-    assert received.startswith(expected[2])
-
-
-def test_of_many_variables_those_are_listed_that_differ():
-    names = tuple(f"v{number}" for number in range(20))
-    odd = (*names[:19], "w")
-    _, expected, received, _ = difference_of_sets(
-        [made(*[DENSE] * 20, names=names), made(*[DENSE] * 20, names=odd)], [0, 1]
-    )
-    assert expected == "gradients of 20 variables, 'v19' as on rank 0"
-    assert received == "20 variables, 'w'"
-    swapped = (*names[:18], names[19], names[18])
-    _, expected, received, _ = difference_of_sets(
-        [made(*[DENSE] * 20, names=names), made(*[DENSE] * 20, names=swapped)], [0, 1]
-    )
-    assert received == "20 variables, 'v19', 'v18'"
+def test_ranks_that_cannot_adapt_are_named(first, other, rank, expected, received):
+    *found, text, _ = difference_of_sets([first, other], [1, 3])
+    assert found == [rank, expected] and text.startswith(received)

@@ -37,6 +37,13 @@ class Network:
                     handle(rank, *queue.popleft())
                     moving = True
 
+    def wait(self):
+        self.now += 1.01 * PATIENCE
+        for rank, found in enumerate(self.ranks):
+            if rank not in self.stopped:
+                found.check()
+        self.run()
+
 
 class Asked(Network):
     """Ranks that answer with ten times their number."""
@@ -53,13 +60,6 @@ class Asked(Network):
 
     def run(self):
         self.deliver(lambda rank, *message: self.ranks[rank].handle(*message))
-
-    def wait(self):
-        self.now += 1.01 * PATIENCE
-        for rank, found in enumerate(self.ranks):
-            if rank not in self.stopped:
-                found.check()
-        self.run()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -159,13 +159,6 @@ class Alarmed(Network):
             getattr(self.ranks[rank], handlers[kind])(*more)
 
         self.deliver(handle)
-
-    def wait(self):
-        self.now += 1.01 * PATIENCE
-        for rank, found in enumerate(self.ranks):
-            if rank not in self.stopped:
-                found.check()
-        self.run()
 
 
 @pytest.mark.parametrize("size", SIZES[1:])

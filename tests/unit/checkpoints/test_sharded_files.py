@@ -1,6 +1,5 @@
 """The files of sharded checkpoints: their layout, their generations and their damage."""
 
-import errno
 import hashlib
 import json
 import os
@@ -120,26 +119,6 @@ def test_a_committed_generation_is_not_discarded(tmp_path, monkeypatch):
     assert (tmp_path / "00000002").exists()
     format.discard(tmp_path, 2)
     assert not (tmp_path / "00000002").exists()
-
-
-def test_a_failure_after_the_manifest_leaves_a_whole_generation(tmp_path, monkeypatch):
-    flush, flushed = os.fsync, []
-
-    def flush_or_fail(handle):
-        flushed.append(handle)
-        if len(flushed) == 4:  # part, its directory, manifest, its directory
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        flush(handle)
-
-    monkeypatch.setattr(os, "fsync", flush_or_fail)
-    number = format.begin(tmp_path)
-    writer = Writer(tmp_path, number, (0, 1), [tensor("0:0", np.zeros(9))], {"epoch": 1}, keep=2)
-    assert writer.wait_for_part() is None
-    assert writer.finish(are_whole=True).errno == errno.EIO
-    assert writer.is_whole()
-    format.discard(tmp_path, writer.number)
-    [path] = format.newest_first(tmp_path)
-    assert format.find_damage(format.read(path), range(1)) == []
 
 
 def test_a_writer_whose_fit_has_ended_gives_up_and_says_so(tmp_path, monkeypatch, caplog):

@@ -264,10 +264,3 @@ def test_a_rank_draws_from_a_stream_of_its_own_for_each_epoch():
         for epoch, stream in enumerate(of_rank.spawn(2)):
             drawn = np.random.default_rng(stream).integers(TOTAL, size=plan_of(rank).count)
             assert ordered("draw", rank, epoch) == drawn.tolist()
-
-
-@pytest.mark.parametrize("way", ["rank", "global", "draw"])
-def test_an_order_is_of_its_seed_and_epoch(way):
-    assert ordered(way, 1, 2) == ordered(way, 1, 2)
-    assert ordered(way, 1, 2) != ordered(way, 1, 3)
-    assert ordered(way, 1, 2) != ordered(way, 1, 2, seed=SEED + 1)
