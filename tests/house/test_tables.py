@@ -145,17 +145,3 @@ def test_age_is_counted_in_releases_of_the_change_log(repository):
     assert behind("0123456789") == 2  # as after a rebase: by the date
     assert behind("0123456789", "2026-01-04T00:00+00:00") == 0
     assert behind("0123456789", "2025-01-01T00:00+00:00") is None
-
-
-def test_a_result_replaces_the_table_on_the_page():
-    text = "before\n<!-- table: a -->\n<!-- end table -->\nafter\n"
-    table = tables["on_page"]("# Title\n\n2 cores.\n\n## Part\n\n| a |\n")
-    assert table == "2 cores.\n\n**Part**\n\n| a |\n"
-    new = tables["mark"]("a", "12ab", "2026-01-02T00:00+00:00", "2 cores, x.y", table)
-    page = tables["replace"](text, "a", new)
-    found = tables["find"](page)["a"]
-    assert page.startswith("before\n") and page.endswith("\nafter\n")
-    assert (found["commit"], found["machine"]) == ("12ab", "2 cores, x.y")
-    assert found["text"] == f"\n{table}\n"
-    with pytest.raises(SystemExit, match="no table b on the page"):
-        tables["replace"](text, "b", new)
