@@ -41,7 +41,6 @@ REFUSED = [
     ((np.arange(8), [1, 2]), {}, Kind, "data[1][0]"),
     (np.arange(8), {"reader": len}, Argument, "reader"),
     (np.arange(8), {"shuffle_buffer": 9}, Argument, "shuffle_buffer=9"),
-    (np.arange(9), {"global_batch_size": 6}, Argument, "multiple of 4"),
     (pd.DataFrame({"a": ["x"] * 9, "b": 1}), {}, Kind, "dict(frame)"),
     # Data sets with a length
     (PyBatches(5), {}, Data, "at least 4 batches"),
@@ -54,7 +53,6 @@ REFUSED = [
     # In order
     (lambda: iter(range(3)), {"batch_size": 1}, Data, "at least 4 samples"),
     (lambda: 3, {}, Kind, "return a generator"),
-    (iter(range(9)), {}, Data, "Pass steps"),
     (lambda: iter([1]), {"shuffle": True}, Argument, "no shuffle"),
     (lambda: iter([1]), {"draws": True}, Argument, "random access to samples"),
     # tf.data
