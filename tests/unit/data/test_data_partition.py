@@ -174,6 +174,7 @@ def test_a_limited_spread_has_the_first_batches():
     spread = plan_spread([7, 5], 0, 2, "uneven")
     assert spread.sizes == (2, 2, 2, 1) and spread.limited(3).sizes == (2, 2, 2)
     assert spread.limited(3).count == 6
+    assert plan_spread([11, 9], 0, 3, "uneven").bounds(2) == (6, 9)
 
 
 # --- The order of an epoch, and its reproduction in another run
