@@ -7,6 +7,8 @@ import keras_dist
 
 FEATURES, CLASSES = 6, 3
 BATCH, STEPS = 4, 6
+# Options of `compile`: TensorFlow traces for longer than a few steps take.
+EAGER = {"run_eagerly": keras.backend.backend() == "tensorflow"}
 
 
 def make_model(optimizer=None, regularised=False, width=16, **options):
