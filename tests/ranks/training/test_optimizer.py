@@ -1,6 +1,5 @@
 """`DistributedOptimizer` on n ranks with batch size b trains like one process with n*b."""
 
-import dataclasses
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 from small_training import (
     BATCH,
     CLASSES,
+    EAGER,
     FEATURES,
     STEPS,
     agreed,
@@ -25,9 +25,8 @@ from small_training import (
 from start_jobs import lean
 
 import keras_dist
-from keras_dist import config
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
 
 BACKEND = keras.backend.backend()
 on_tensorflow = pytest.mark.skipif(
@@ -103,7 +102,7 @@ def adam():
     return keras.optimizers.Adam(0.01)
 
 
-@pytest.mark.jobs("steps", "tensorflow-1")
+@pytest.mark.jobs("tensorflow-1", "jax-1", "torch-1", "torch-3", "double")
 @pytest.mark.parity("`fit` ends with the weights of one process: {name}")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_equal_those_of_one_process(name):
@@ -155,13 +154,6 @@ def test_train_on_batch_needs_no_callbacks():
     model.predict(x, verbose=0)
 
 
-def test_buckets_of_one_gradient_give_the_same_weights(monkeypatch):
-    settings = dataclasses.replace(config.settings(), bucket_nbytes=1)
-    monkeypatch.setattr(config, "settings", lambda: settings)
-    model, plain = train_both(momentum)
-    assert_close(weights_of(model), weights_of(plain))
-
-
 class Keeping(keras.optimizers.Optimizer):
     """Applies the current gradient and the last but one."""
 
@@ -193,7 +185,7 @@ def test_an_optimizer_may_keep_gradients(options):
 
 def test_wrapping_after_a_step_was_traced_takes_effect():
     x, y = global_data()
-    plain, model = make_model(), make_model()
+    plain, model = make_model(**EAGER), make_model()
     for start in range(0, len(x), BATCH * keras_dist.size()):
         rows = slice(start, start + BATCH * keras_dist.size())
         plain.train_on_batch(x[rows], y[rows])
@@ -208,8 +200,7 @@ def test_wrapping_after_a_step_was_traced_takes_effect():
 
 @pytest.mark.jobs("tensorflow-1")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="of tf.function alone")
-@pytest.mark.parametrize("reduces", ["tape", "optimizer"])
-def test_a_traced_step_runs_after_shutdown_and_init(reduces):
+def test_a_traced_step_runs_after_shutdown_and_init():
     import tensorflow as tf
 
     import keras_dist.tensorflow as hvd
@@ -221,16 +212,15 @@ def test_a_traced_step_runs_after_shutdown_and_init(reduces):
         layers = [keras.layers.Embedding(9, 2), keras.layers.Flatten()]
         layers += [keras_dist.layers.SyncBatchNormalization(), keras.layers.Dense(3, "softmax")]
         model = keras.Sequential([keras.Input((FEATURES,)), *layers])
-        wrap = keras_dist.DistributedOptimizer if reduces == "optimizer" else (lambda plain: plain)
-        optimizer = wrap(keras.optimizers.SGD(0.1))
+        optimizer = keras.optimizers.SGD(0.1)
 
         @tf.function
         def step(x, y):
             with tf.GradientTape() as tape:
                 loss = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True))
-            tape = hvd.DistributedGradientTape(tape) if reduces == "tape" else tape
             weights = model.trainable_variables
-            optimizer.apply(tape.gradient(loss, weights), weights)
+            gradients = hvd.DistributedGradientTape(tape).gradient(loss, weights)
+            optimizer.apply(gradients, weights)
 
         for between in steps:
             step(tf.constant(abs(x) * 9 % 9), tf.constant(y))
@@ -263,13 +253,15 @@ class DenseAdam(keras.optimizers.Adam):
         return super()._clip_gradients([tf.convert_to_tensor(grad) for grad in grads])
 
 
-@pytest.mark.jobs("tensorflow-1", "double")
+@pytest.mark.jobs("double-tensorflow-2")
 @pytest.mark.parity("gradients of embeddings are exchanged as rows")
 @on_tensorflow
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
 @pytest.mark.parametrize(
-    ("optimizer", "dense"),
-    [(keras.optimizers.SGD, keras.optimizers.SGD), (keras.optimizers.Adam, DenseAdam)],
+    ("optimizer", "dense", "sparse_as_dense"),
+    [
+        (keras.optimizers.SGD, keras.optimizers.SGD, True),
+        (keras.optimizers.Adam, DenseAdam, False),
+    ],
 )
 def test_embedding_gradients_travel_as_rows(optimizer, dense, sparse_as_dense):
     n = keras_dist.size()
@@ -277,6 +269,7 @@ def test_embedding_gradients_travel_as_rows(optimizer, dense, sparse_as_dense):
     x = rng.integers(0, 20, (STEPS * BATCH * n, 4))
     y = rng.integers(0, 3, len(x))
     plain = embedding_model(dense(0.01))
+    plain.run_eagerly = True
     plain.fit(x, y, batch_size=BATCH * n, shuffle=False, verbose=0)
     seen = set()
 
@@ -366,12 +359,12 @@ for i, weight in enumerate(model.get_weights()):
     np.testing.assert_array_equal(weight, weights[f"w{i}"])
 for i, variable in enumerate(model.optimizer.variables):
     np.testing.assert_array_equal(np.array(variable), weights[f"o{i}"])
+model.run_eagerly = keras.backend.backend() == "tensorflow"
 model.fit(np.zeros((4, 6)), np.zeros(4), verbose=0)
 """
 
 
 @pytest.mark.long
-@pytest.mark.jobs("tensorflow-1")
 @pytest.mark.parity("a saved model loads without keras_dist")
 def test_a_saved_model_loads_without_keras_dist(shared_tmp_path):
     model = make_model(keras_dist.DistributedOptimizer(adam()))
