@@ -1,5 +1,6 @@
 """Losses whose denominators differ between ranks: weights and logs are those of one process."""
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -8,18 +9,21 @@ import keras
 import numpy as np
 import pytest
 from comparison import MeanPenalty
-from small_training import agreed, assert_close, weights_of
+from small_training import EAGER, agreed, assert_close, weights_of
 
 import keras_dist
 from keras_dist import errors
 from keras_dist._compat.keras.losses import called_anew
 from keras_dist.training import global_losses
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+# What a backend does for losses runs on each; in GPU memory, what docs/backends.md shows.
+pytestmark = pytest.mark.jobs("torch-2")
+on_each_backend = pytest.mark.jobs("tensorflow-2", "jax-2")
+on_tensorflow = pytest.mark.jobs("tensorflow-2")
+in_gpu_memory = pytest.mark.jobs("training-double-torch-2")
 
 backend = keras.backend.backend()
 BATCH, TOKENS, WORDS, STEPS = 4, 5, 10, 2
-EAGER = {"run_eagerly": backend == "tensorflow"}  # tracing takes longer than the steps
 
 
 def text(lengths, seed=0):
@@ -114,15 +118,6 @@ def distributed(made, rate=0.1, **options):
     return model
 
 
-def both_ways(make, rate=0.1, **options):
-    """Returns a model of plain Keras and one that all ranks train, with equal weights."""
-    keras.utils.set_random_seed(1)
-    plain, compiled = make()
-    plain.compile(keras.optimizers.SGD(rate), **compiled, **options)
-    keras.utils.set_random_seed(1)
-    return plain, distributed(make(), rate, **options)
-
-
 def joined(parts):
     """Returns the batches of one process: those of all ranks that have one, in rank order."""
     batches = []
@@ -184,12 +179,15 @@ def both(tokens, numbers):
 CASES = {"a loss of the model's own": of_own_loss, "a second pass in the loss": of_two_passes}
 
 
+@on_each_backend
+@in_gpu_memory
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parity("losses count as in one process: {case}")
 def test_losses_are_those_of_one_process(case):
     assert_as_in_one_process(CASES[case], unequal(parts_of_rows()))
 
 
+@on_tensorflow
 @pytest.mark.skipif(backend != "tensorflow", reason="others know the rows of a batch in advance")
 def test_losses_of_outputs_in_validation_are_those_of_one_process_where_rows_are_not_known():
     def make():
@@ -219,11 +217,6 @@ class Scaled:
         return self.scale * keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
 
 
-@pytest.mark.parametrize("loss", [Own(), Scaled(2.0)])
-def test_a_loss_that_keras_does_not_reduce_is_a_mean_over_samples(loss):
-    assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows()))
-
-
 def sum_of_squares(y_true, y_pred):
     return keras.ops.sum(keras.ops.square(y_true - y_pred))
 
@@ -237,9 +230,32 @@ def root_of_mean(y_true, y_pred):
     return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
 
 
-@pytest.mark.parametrize("loss", [sum_of_squares, SumOfSquares()])
-def test_a_number_that_is_a_sum_over_a_batch_is_added_up(loss):
-    assert_as_in_one_process(lambda: of_rows(loss), unequal(parts_of_rows()))
+def of_a_model_within_another():
+    class Outer(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            return self.inner.compute_loss(x=x, y=y, y_pred=y_pred)
+
+    made, compiled = of_rows()
+    inner = keras.Model(made.inputs, made.outputs)
+    inner.compile("sgd", **compiled)
+    model = Outer(made.inputs, inner.outputs)
+    model.inner = inner
+    return model, {"loss": None}
+
+
+OTHERS = {
+    "a class without the reduction of Keras": lambda: of_rows(Own()),
+    "a dataclass": lambda: of_rows(Scaled(2.0)),
+    "a function that adds up": lambda: of_rows(sum_of_squares),
+    "a class that adds up": lambda: of_rows(SumOfSquares()),
+    "a model within another": of_a_model_within_another,
+}
+
+
+@on_each_backend
+@pytest.mark.parametrize("case", OTHERS)
+def test_losses_that_keras_does_not_compute_are_those_of_one_process(case):
+    assert_as_in_one_process(OTHERS[case], unequal(parts_of_rows()))
 
 
 def of_positive_targets(y_true, y_pred):
@@ -257,6 +273,7 @@ class OfPositiveTargets(keras.losses.Loss):
         return of_positive_targets(y_true, y_pred)
 
 
+@on_tensorflow
 @pytest.mark.skipif(backend == "jax", reason="on JAX, a step does not keep variables of a loss")
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_step_calls_each_loss_once(eager):
@@ -273,6 +290,7 @@ def test_a_step_calls_each_loss_once(eager):
     assert float(keras.ops.convert_to_numpy(count)) == STEPS
 
 
+@on_tensorflow
 @pytest.mark.skipif(backend == "jax", reason="on JAX, values do not determine shapes")
 @pytest.mark.parametrize("loss", [of_positive_targets, OfPositiveTargets()])
 @pytest.mark.parametrize("eager", [False, True])
@@ -283,13 +301,16 @@ def test_elements_that_a_loss_leaves_out_do_not_count(loss, eager):
     y[: size * BATCH : size] = -1.0  # rank 0 of several has nothing that counts in the first step
     y[size - 1] = 1.0
     results = []
-    for model, number, share, callbacks in zip(
-        both_ways(lambda: of_rows(loss), run_eagerly=eager),
-        (size * BATCH, BATCH),
-        (slice(None), slice(rank, None, size)),
-        ([], keras_dist.callbacks()),
-        strict=True,
+    for number, share, callbacks in (
+        (size * BATCH, slice(None), []),
+        (BATCH, slice(rank, None, size), keras_dist.callbacks()),
     ):
+        keras.utils.set_random_seed(1)
+        model, compiled = of_rows(loss)
+        sgd = keras.optimizers.SGD(0.1)
+        optimizer = keras_dist.DistributedOptimizer(sgd) if callbacks else sgd
+        # Tracing takes longer than the steps of one process.
+        model.compile(optimizer, **compiled, run_eagerly=eager or not callbacks)
         options = {"batch_size": number, "verbose": 0, "callbacks": callbacks}
         history = model.fit(x[share], y[share, None], shuffle=False, **options).history
         results.append((weights_of(model), history["loss"]))
@@ -298,12 +319,13 @@ def test_elements_that_a_loss_leaves_out_do_not_count(loss, eager):
     np.testing.assert_allclose(found_loss, expected_loss, rtol=1e-5)
 
 
+@on_each_backend
 def test_the_root_names_losses_that_compare_samples(caplog):
     global_losses._warn_of_whole_batch.cache_clear()
     x = np.ones((BATCH, TOKENS), "float32")
     each, whole = keras.losses.Dice(axis=-1, name="each"), keras.losses.Dice(name="whole")
     for loss in (each, whole, sum_of_squares, root_of_mean):
-        distributed(of_rows(loss)).train_on_batch(x, x[:, :1])
+        distributed(of_rows(loss), **EAGER).train_on_batch(x, x[:, :1])
     warns = keras_dist.rank() == 0 and keras_dist.size() > 1
     for name in ("whole", "root_of_mean"):
         assert (f"the loss '{name}'" in caplog.text) == warns
@@ -328,6 +350,7 @@ class Asks(keras.layers.Layer):
         return inputs
 
 
+@pytest.mark.jobs("jax-2")
 def test_a_step_forgets_the_losses_of_earlier_steps():
     # findings/keras_jax_lost_losses.sh
     asks, penalty = Asks(), MeanPenalty()
@@ -347,40 +370,24 @@ class Unreduced(keras.losses.Loss):
         return keras.ops.square(keras.ops.subtract(y_true, y_pred))[:, 0]
 
 
+@on_each_backend
 def test_a_loss_that_nothing_reduces_is_that_of_one_process():
-    def make():
-        layers = [keras.Input((TOKENS,)), keras.layers.Dense(1)]
-        return keras.Sequential(layers), {"loss": Unreduced()}
-
-    parts = parts_of_rows()
-    models = both_ways(make, 0.01, **EAGER)
-    for model, batches in zip(models, (joined(parts), parts[keras_dist.rank()]), strict=True):
-        if backend == "tensorflow":
+    parts, found = parts_of_rows(), []
+    for batches in (joined(parts), parts[keras_dist.rank()]):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((TOKENS,)), keras.layers.Dense(1)])
+        plain = keras.optimizers.SGD(0.01)
+        optimizer = keras_dist.DistributedOptimizer(plain) if found else plain
+        model.compile(optimizer, Unreduced(), **EAGER)
+        # Other backends refuse it, as in one process.
+        refused = pytest.raises((RuntimeError, TypeError), match="scalar")
+        with contextlib.nullcontext() if backend == "tensorflow" else refused:
             model.train_on_batch(*batches[0])
-        else:  # as in one process
-            with pytest.raises((RuntimeError, TypeError), match="scalar"):
-                model.train_on_batch(*batches[0])
-    plain, model = models
-    assert_close(weights_of(model), weights_of(plain), 1e-5)
+        found.append(weights_of(model))
+    assert_close(found[1], found[0], 1e-5)
 
 
-@pytest.mark.parametrize("make", [of_two_outputs, of_penalties])
-def test_train_on_batch_returns_the_loss_of_all_ranks(make):
-    parts = unequal(parts_of_rows() if make is of_penalties else parts_of_text(both))
-    results, models = [], both_ways(make, **EAGER)
-    for model, batches in zip(models, (joined(parts), parts[keras_dist.rank()]), strict=True):
-        logs = []
-        for x, y in batches:
-            logs.append(model.train_on_batch(x, y, return_dict=True))
-            model.reset_metrics()
-        results.append((weights_of(model), logs))
-    (expected, expected_logs), (weights, logs) = results
-    assert_close(weights, expected, 1e-5)
-    for one, other in zip(logs, expected_logs, strict=True):
-        for name, value in other.items():
-            np.testing.assert_allclose(one[name], value, rtol=1e-5, err_msg=name)
-
-
+@on_tensorflow
 @pytest.mark.skipif(backend != "tensorflow", reason="elsewhere test_exactness draws it")
 def test_xla_leaves_out_a_step_with_rows_of_unknown_lengths():
     keras.utils.set_random_seed(1)
@@ -396,6 +403,7 @@ def test_xla_leaves_out_a_step_with_rows_of_unknown_lengths():
     np.testing.assert_allclose(found, np.mean(np.concatenate(differences)), rtol=1e-5)
 
 
+@on_tensorflow
 @pytest.mark.skipif(backend != "tensorflow", reason="elsewhere test_exactness draws XLA")
 def test_xla_weighs_a_sum_of_float64_by_rows():
     def made():
@@ -406,6 +414,7 @@ def test_xla_weighs_a_sum_of_float64_by_rows():
     assert_as_in_one_process(made, unequal(parts_of_rows()))
 
 
+@on_tensorflow
 def test_evaluation_without_callbacks_is_local():
     model = distributed(of_tokens(), **EAGER)
     [x, y], *_ = parts_of_text()[0]
@@ -415,6 +424,7 @@ def test_evaluation_without_callbacks_is_local():
         model.test_on_batch(x, y)
 
 
+@on_tensorflow
 def test_the_evaluation_of_a_model_that_is_not_distributed_is_that_of_one_process():
     keras.utils.set_random_seed(1)
     model, compiled = of_two_outputs()
@@ -431,6 +441,7 @@ def test_the_evaluation_of_a_model_that_is_not_distributed_is_that_of_one_proces
         np.testing.assert_allclose(found[1][name], value, rtol=1e-5, err_msg=name)
 
 
+@on_each_backend
 def test_the_losses_of_a_step_are_exchanged_at_once(monkeypatch):
     calls, original = [], global_losses._summed
     monkeypatch.setattr(
@@ -438,13 +449,14 @@ def test_the_losses_of_a_step_are_exchanged_at_once(monkeypatch):
     )
     made = of_two_outputs()
     made[0].get_layer("each").activity_regularizer = keras.regularizers.L2()
-    model = distributed(made)
+    model = distributed(made, **EAGER)
     x, y = parts_of_text(both)[keras_dist.rank()][0]
     model.train_on_batch(x, y)
     # On JAX the denominators come first, so that XLA compiles the step as a whole.
     assert len(calls) == (2 if backend == "jax" else 1) * (keras_dist.size() > 1)
 
 
+@on_tensorflow
 def test_equal_batches_exchange_nothing(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("the ranks have exchanged denominators")
@@ -452,7 +464,7 @@ def test_equal_batches_exchange_nothing(monkeypatch):
     monkeypatch.setattr(global_losses, "_exchanged", refuse)
     x = np.ones((3 * BATCH * keras_dist.size(), TOKENS), "float32")
     y = x[:, :1]
-    model = distributed(of_rows())
+    model = distributed(of_rows(), **EAGER)
     options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
     sharded = keras_dist.data.shard((x, y), batch_size=BATCH)
     model.fit(sharded, validation_data=(x, y), **options)
@@ -463,22 +475,13 @@ def test_equal_batches_exchange_nothing(monkeypatch):
             model.fit(uneven, **options)
 
 
-def run_in_thread(function):
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize("run", [lambda function: function(), run_in_thread])
+@pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("is_part", [False, True])
-def test_other_models_keep_their_losses_during_a_step(run, is_part):
-    if backend == "jax" and is_part:
-        pytest.skip("a traced step owns the variables of its model")
-    if backend != "torch" and run is not run_in_thread:
-        pytest.skip("Keras cannot run a step within another one")
+@pytest.mark.skipif(backend != "torch", reason="other steps cannot run one of another model")
+def test_other_models_keep_their_losses_during_a_step(in_thread, is_part):
     x = np.random.default_rng(keras_dist.rank()).standard_normal((8, TOKENS)).astype("float32")
     other, compiled = of_rows(keras.losses.MeanSquaredError(reduction="sum"))
-    other.compile("sgd", **compiled, **EAGER)
+    other.compile("sgd", **compiled)
     expected, seen = other.test_on_batch(x, x[:, :1]), []
 
     def evaluate():
@@ -487,37 +490,24 @@ def test_other_models_keep_their_losses_during_a_step(run, is_part):
 
     class Evaluates(keras.Model):
         def train_step(self, *given):
-            if keras_dist.rank() == 0:
-                run(evaluate)
+            thread = threading.Thread(target=evaluate)
+            if keras_dist.rank() == 0 and in_thread:
+                thread.start()
+                thread.join()
+            elif keras_dist.rank() == 0:
+                evaluate()
             return super().train_step(*given)
 
     made, compiled = of_rows()
     model = Evaluates(made.inputs, made.outputs)
     if is_part:
         model.other = other
-    distributed((model, compiled), **EAGER).train_on_batch(x, x[:, :1])
+    distributed((model, compiled)).train_on_batch(x, x[:, :1])
     assert len(seen) == (keras_dist.rank() == 0)
     np.testing.assert_allclose(seen, [expected] * len(seen), rtol=1e-5)
 
 
-def test_the_losses_of_a_model_within_another_are_those_of_one_process():
-    parts = unequal(parts_of_rows())
-
-    class Outer(keras.Model):
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-            return self.inner.compute_loss(x=x, y=y, y_pred=y_pred)
-
-    def make():
-        made, compiled = of_rows()
-        inner = keras.Model(made.inputs, made.outputs)
-        inner.compile("sgd", **compiled)
-        model = Outer(made.inputs, inner.outputs)
-        model.inner = inner
-        return model, {"loss": None}
-
-    assert_as_in_one_process(make, parts)
-
-
+@on_tensorflow
 @pytest.mark.skipif(keras_dist.size() not in (2, 4), reason="Adasum needs a power of two of ranks")
 def test_adasum_refuses_denominators_that_differ():
     model, compiled = of_tokens()
@@ -529,6 +519,8 @@ def test_adasum_refuses_denominators_that_differ():
     assert backend == "tensorflow" or isinstance(raised.value, errors.ArgumentError)
 
 
+@on_each_backend
+@in_gpu_memory
 @pytest.mark.parity("`loss_scale` in loops written by hand")
 def test_loss_scale_weighs_ranks():
     counts = [0.0, 6.0, 2.0, 4.0][: keras_dist.size()]
