@@ -6,17 +6,18 @@ import pathlib
 import keras
 import numpy as np
 import pytest
-from small_training import agreed
+from small_training import EAGER, agreed
 
 import keras_dist
 from keras_dist import errors
 from keras_dist._compat.keras.models import layers_of
 from keras_dist.training import layer_state, replicas
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+# The code is the same everywhere: on other backends run rows of docs/backends.md, and traced steps.
+pytestmark = pytest.mark.jobs("torch-2")
+on_each_backend = pytest.mark.jobs("tensorflow-2", "jax-2")
 
 layers, BACKEND = keras.layers, keras.backend.backend()
-EAGER = {"run_eagerly": BACKEND == "tensorflow"}  # tracing takes longer than the steps
 DATA = np.arange(8, dtype="float32")[:, None] ** 2
 NORMAL = ((DATA - DATA.mean()) / DATA.std()).ravel()
 
@@ -87,6 +88,7 @@ def normalization_in(model):
     return next(layer for layer in layers_of(model) if isinstance(layer, layers.Normalization))
 
 
+@on_each_backend
 @pytest.mark.parity("constants that layers derive from variables follow the broadcast")
 def test_constants_follow_the_broadcast_into_steps_that_were_traced():
     model = normalizing(adapts_on=0, run_eagerly=False)
@@ -151,6 +153,7 @@ def test_adapt_may_have_built_the_last_layer_on_the_root_alone():
 
 
 @on_several
+@on_each_backend
 @pytest.mark.parity("`verify_replicas` compares what layers compute with")
 def test_constants_that_differ_are_named_and_repaired():
     model = normalizing(adapts_on=0)
@@ -174,6 +177,7 @@ def test_constants_of_the_constructor_that_differ_are_an_error():
         fit(compiled(layer))
 
 
+@on_each_backend
 def test_the_state_of_a_users_layer_follows_the_broadcast():
     layer = Scaled()
     model = compiled(layer, run_eagerly=False)
@@ -308,6 +312,7 @@ def keeping(adapted):
     return model
 
 
+@on_each_backend
 @pytest.mark.parity("vocabularies and bins follow the broadcast")
 def test_vocabularies_and_bins_follow_the_broadcast():
     model = keeping(keras_dist.rank() == 0)
@@ -333,6 +338,7 @@ def test_a_vocabulary_of_a_size_that_does_not_fit_is_named():
 SAVED = ("ShardedCheckpoint", "checkpoints.load")
 
 
+@on_each_backend
 @pytest.mark.parity("a model that was not adapted restores what layers compute with")
 @pytest.mark.parametrize("way", [*SAVED, "BackupAndRestore", "elastic"])
 def test_a_model_that_was_not_adapted_restores_what_layers_compute_with(way, shared_tmp_path):

@@ -13,7 +13,8 @@ import pytest
 
 import keras_dist
 
-pytestmark = pytest.mark.jobs("hooks", "jax-2")
+pytestmark = pytest.mark.jobs("torch-2")
+on_each_backend = pytest.mark.jobs("tensorflow-2", "jax-2")
 
 BACKEND = keras.config.backend()
 SEED = 42
@@ -119,6 +120,7 @@ def fit(model, *callbacks):
     model.fit(images, values, batch_size=1, verbose=0, callbacks=keras_dist.callbacks(*callbacks))
 
 
+@on_each_backend
 @pytest.mark.long
 @pytest.mark.parity("after `set_random_seed`: layers draw other numbers on each rank in `fit`")
 def test_layers_draw_other_numbers_on_each_rank_in_fit_and_the_same_ones_again():
@@ -166,6 +168,7 @@ class Fail(keras.callbacks.Callback):
         raise RuntimeError("the end")
 
 
+@on_each_backend
 @pytest.mark.parametrize("fails", [False, True])
 def test_generators_of_the_processes_are_equal_after_fit(fails):
     keras.utils.set_random_seed(SEED)
@@ -185,6 +188,7 @@ class AveragesItself(keras.Sequential):
         return super().train_step(*arguments)
 
 
+@on_each_backend
 @pytest.mark.parity("a `train_step` of one's own and a plain optimizer: other numbers on each rank")
 @pytest.mark.filterwarnings("ignore:.*to be distributed")
 def test_a_train_step_of_ones_own_with_a_plain_optimizer():
@@ -205,6 +209,7 @@ def test_ranks_that_differ_before_fit_differ_after_it():
     assert all(differ(value) for value in draws().values())
 
 
+@on_each_backend
 @pytest.mark.parity("`separate_seeds`: other numbers on each rank in a loop of one's own")
 def test_separate_seeds_in_a_loop_of_ones_own():
     def outputs(separates):
@@ -226,12 +231,14 @@ def test_separate_seeds_in_a_loop_of_ones_own():
     assert all(equal(value) for value in draws().values())
 
 
+@on_each_backend
 @pytest.mark.parity("`keras.random` with an integer as seed is equal on all ranks")
 def test_an_integer_as_seed_is_equal_on_all_ranks():
     keras_dist.separate_seeds()
     assert equal(keras.random.normal((8,), seed=SEED))
 
 
+@on_each_backend
 @pytest.mark.parity("arrays that `fit` shuffles have equal orders until `separate_seeds`")
 @pytest.mark.parametrize("separates", [False, True])
 def test_arrays_that_keras_shuffles_have_equal_orders_until_seeds_are_separated(separates):
@@ -256,6 +263,7 @@ def test_arrays_that_keras_shuffles_have_equal_orders_until_seeds_are_separated(
     assert differ(seen.seen[-1]) if separates else equal(seen.seen[-1])
 
 
+@on_each_backend
 @pytest.mark.parity("`separate_seeds`: augmentation layers in `map`")
 @pytest.mark.parametrize("seed", [None, 3])
 def test_separate_seeds_of_layers_in_map(seed):
@@ -274,34 +282,13 @@ def test_separate_seeds_of_layers_in_map(seed):
     assert differ(np.array(next(iter(images))))
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="tf.random belongs to TensorFlow")
-def test_separate_seeds_before_map_of_tf_random():
-    import tensorflow as tf
-
-    def drawn():
-        return np.array(list(tf.data.Dataset.range(8).map(lambda _: tf.random.normal(()))))
-
-    keras.utils.set_random_seed(SEED)
-    assert equal(drawn())
-    keras_dist.separate_seeds()
-    assert differ(drawn())
-
-
+@on_each_backend
 def test_seeds_are_separate_where_other_frameworks_are_hidden(monkeypatch):
     for name in {"tensorflow", "jax", "torch"} - {BACKEND}:
         monkeypatch.setitem(sys.modules, name, None)  # so that Keras does not import it
     keras.utils.set_random_seed(SEED)
     model, _ = model_of(keras.layers.Dropout(0.5))
     fit(model)
-
-
-@pytest.mark.skipif(BACKEND != "jax", reason="keys belong to JAX")
-def test_keys_of_jax_are_equal_until_they_are_folded():
-    import jax
-
-    key = jax.random.key(SEED)
-    assert equal(jax.random.normal(key, 8))
-    assert differ(jax.random.normal(jax.random.fold_in(key, keras_dist.rank()), 8))
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="tests data sets of torch")
