@@ -8,10 +8,7 @@ from small_training import BATCH, STEPS, assert_close, fit_rows, rows_of_rank, w
 import keras_dist
 from keras_dist import runtime
 
-pytestmark = [
-    pytest.mark.jobs("jax-2", "jax-3", "torch-2", "torch-3"),
-    pytest.mark.jobs("nodes-2x2", "nodes-2+1", "nodes-4x1", "nodes-torch-2"),
-]
+pytestmark = pytest.mark.jobs("jax-2", "torch-2", "nodes-2x2", "nodes-torch-2")
 
 WORDS = 20_000
 

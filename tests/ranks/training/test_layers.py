@@ -16,7 +16,8 @@ from small_training import (
 import keras_dist
 from keras_dist import errors
 
-pytestmark = pytest.mark.jobs("training", "jax-2", "double")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
+in_gpu_memory = pytest.mark.jobs("double")
 
 BATCH, STEPS = 4, 3
 BACKEND = keras.backend.backend()
@@ -46,6 +47,7 @@ def of_sequences(normalization, is_masked, optimizer):
     return compiled(keras.Sequential(layers), optimizer)
 
 
+@in_gpu_memory
 @pytest.mark.skipif(BACKEND == "jax", reason="refused in words")
 def test_the_gradient_of_a_penalty_equals_that_of_one_process():
     x, _ = make_data(BATCH * keras_dist.size())
@@ -77,6 +79,7 @@ def penalty_gradient(layer, x, weights):
     return outer.gradient(penalty, x).numpy()
 
 
+@in_gpu_memory
 def test_a_large_mean_keeps_the_digits_of_the_variance():
     x, _ = make_data(BATCH * keras_dist.size())
     x += np.float32(3000)
@@ -87,7 +90,7 @@ def test_a_large_mean_keeps_the_digits_of_the_variance():
 
 @pytest.mark.jobs("torch-3")
 @pytest.mark.parity("`SyncBatchNormalization` leaves out masked samples")
-@pytest.mark.parametrize("is_masked", [True, False])
+@pytest.mark.parametrize("is_masked", [pytest.param(True, marks=in_gpu_memory), False])
 def test_weights_after_sequences_equal_those_of_one_process(is_masked):
     n = keras_dist.size()
     rng = np.random.default_rng(0)

@@ -9,7 +9,7 @@ import keras_dist
 from keras_dist import errors, runtime
 from keras_dist.training import model_state, replicas
 
-pytestmark = pytest.mark.jobs("training", "torch-3", "jax-2", "openmpi-2")
+pytestmark = pytest.mark.jobs("hooks", "jax-2")
 
 
 on_several = pytest.mark.skipif(keras_dist.size() == 1, reason="a single rank cannot differ")
@@ -30,6 +30,7 @@ def test_equal_replicas_pass():
 
 
 @on_several
+@pytest.mark.jobs("torch-3")
 @pytest.mark.parity("`verify_replicas` names variables and ranks")
 def test_every_difference_is_named_with_its_own_ranks():
     model = make_model(keras.optimizers.Adam(), regularised=True)
@@ -106,6 +107,7 @@ def test_integer_weights_are_broadcast_from_the_root():
     assert int(np.array(model.layers[0].seen)) == 7
 
 
+@pytest.mark.jobs("training-double-torch-2", "torch-3")
 def test_the_state_of_any_root_is_broadcast():
     for root in range(keras_dist.size()):
         model = make_model(keras.optimizers.SGD(0.1, momentum=0.9), regularised=True)

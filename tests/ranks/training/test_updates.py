@@ -16,7 +16,8 @@ from keras_dist import errors
 from keras_dist._compat import contract
 from keras_dist.training import distributed as mixins
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+pytestmark = pytest.mark.jobs("torch-2")
+on_each_backend = pytest.mark.jobs("tensorflow-2", "jax-2")
 
 BACKEND = keras.backend.backend()
 
@@ -55,6 +56,7 @@ class Stateless(keras.optimizers.SGD):
 OWN = [Surgery, Pairs, Inside, *([Stateless] if BACKEND == "jax" else [])]
 
 
+@on_each_backend
 @pytest.mark.parametrize("kind", OWN)
 def test_an_overridden_apply_receives_reduced_gradients(kind):
     ours, plain = train_both(lambda: kind(0.01), fit=train_on_batches)
@@ -117,6 +119,7 @@ def assert_fails_on_several_ranks(call):
 HOOKS = ["_clip_gradients", "_clip_gradients and apply", "_backend_apply_gradients"]
 
 
+@on_each_backend
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_update_without_reduction_is_an_error_in_the_same_step(monkeypatch, hook):
     contract.check("keras")  # cached from now on
@@ -137,6 +140,7 @@ def test_an_update_without_reduction_is_an_error_in_the_same_step(monkeypatch, h
         assert_fails_on_several_ranks(lambda: by_hand(optimizer, variables, method))  # noqa: B023
 
 
+@on_each_backend
 def test_reduced_updates_of_a_custom_loop_pass():
     alone = keras_dist.add_process_set([0])
     mean, own = (keras_dist.size() + 1) / 2, keras_dist.rank() + 1
@@ -172,7 +176,7 @@ def test_errors_of_keras_for_invalid_arguments_stay(kind):
             ours.apply(grads, [variable])
 
 
-@pytest.mark.parametrize("passes", [None, 2])
+@pytest.mark.parametrize("passes", [pytest.param(None, marks=on_each_backend), 2])
 def test_float8_trains_like_one_process_up_to_rounding(passes):
     def make(optimizer, **options):
         model = make_model(optimizer, **options)
@@ -198,6 +202,7 @@ def test_float8_trains_like_one_process_up_to_rounding(passes):
     np.testing.assert_array_equal(all_of[0][first], all_of[1][first])
 
 
+@on_each_backend
 def test_a_single_gradient_that_overwrites_its_variable():
     variable = keras.Variable(np.zeros(3, "float32"))
     variable.overwrite_with_gradient = True
@@ -255,6 +260,7 @@ def train_with_a_tape():
 WAYS = [train_a_model, train_variables, *[train_with_a_tape] * (BACKEND == "tensorflow")]
 
 
+@on_each_backend
 @pytest.mark.long
 @pytest.mark.parity("the shared memory of a model is freed with it")
 @pytest.mark.parametrize("train", WAYS)
