@@ -9,7 +9,11 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.training.model_state import to_numpy
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+# The code of keras_dist is the same on every backend, but for what the marks name.
+pytestmark = pytest.mark.jobs("torch-2")
+on_each_backend = pytest.mark.jobs("tensorflow-2", "jax-2")
+on_tensorflow_as_well = pytest.mark.jobs("tensorflow-2")
+in_gpu_memory = pytest.mark.jobs("training-double-torch-2")
 
 SGD, Adam, AdamW = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.AdamW
 WIDTH = 301  # not a multiple of the vectors of a processor
@@ -57,9 +61,9 @@ def fit(model, epochs=1, callbacks=()):
     return model
 
 
-def whole(epochs=1):
-    """Returns the model whose updates are whole, after some epochs."""
-    return fit(make(Adam(0.01), shard_state=False), epochs)
+def whole():
+    """Returns the model whose updates are whole, after an epoch."""
+    return fit(make(Adam(0.01), shard_state=False))
 
 
 def assert_same_bits(variables, expected):
@@ -72,6 +76,8 @@ def counts(model):
     return sum(int(np.prod(variable.shape)) for variable in model.optimizer.variables[2:])
 
 
+@on_each_backend
+@in_gpu_memory
 @pytest.mark.long
 @pytest.mark.parity("`shard_state=True`: weights equal those of whole updates bit for bit: {name}")
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -90,6 +96,8 @@ def test_other_optimizers_have_the_bits_of_whole_updates(name):
     assert_same_bits(model.weights, expected.weights)
 
 
+@on_each_backend
+@in_gpu_memory
 def test_without_callbacks_the_first_step_builds_the_slices_of_the_state():
     x, y = make_data(BATCH, seed=keras_dist.rank())
     model, expected = make(Adam(0.01)), make(Adam(0.01), shard_state=False)
@@ -101,6 +109,7 @@ def test_without_callbacks_the_first_step_builds_the_slices_of_the_state():
     assert sum(keras_dist.allgather_object(counts(model))) == counts(expected)
 
 
+@on_tensorflow_as_well
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="has no rows of gradients")
 def test_rows_of_embeddings_update_slices():
     def train(shard_state):
@@ -139,21 +148,7 @@ def test_a_saved_model_is_a_whole_file_from_which_training_continues(writes, sha
     assert_same_bits(fit(model).weights, expected.weights)
 
 
-@pytest.mark.parametrize("before, after", [(True, True), (True, False), (False, True)])
-def test_a_backup_resumes_sharded_or_whole(before, after, shared_tmp_path):
-    class Killed(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            raise KeyboardInterrupt
-
-    def backup():
-        return keras_dist.callbacks.BackupAndRestore(str(shared_tmp_path / "backup"))
-
-    with pytest.raises(KeyboardInterrupt):
-        fit(make(Adam(0.01), before), 2, [backup(), Killed()])
-    model = fit(make(Adam(0.01), after), 2, [backup()])
-    assert_same_bits(model.weights, whole(epochs=2).weights)
-
-
+@on_each_backend
 def test_assigned_weights_are_updated():
     def train(shard_state):
         model = fit(make(Adam(0.01), shard_state))
