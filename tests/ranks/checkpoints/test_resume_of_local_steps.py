@@ -17,7 +17,9 @@ from keras_dist.resume.rank_states import OwnSteps
 from keras_dist.runtime.exit_hooks import PREEMPTED_EXIT_CODE
 from keras_dist.training.model_state import state_of_steps, to_numpy
 
-pytestmark = pytest.mark.jobs("training", "jax-2")
+# The code of keras_dist is the same on every backend, but for what the marks name.
+pytestmark = pytest.mark.jobs("torch-2")
+on_each_backend = pytest.mark.jobs("tensorflow-2", "jax-2")
 
 STEPS = 5
 
@@ -39,9 +41,14 @@ def train(*callbacks, steps=2, epochs=2, streaming=None, compression="none", wid
     return everything_of(model), history.history, model
 
 
-@pytest.mark.jobs("openmpi-3")
-@pytest.mark.parametrize("kind", [BackupAndRestore, ShardedCheckpoint])
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "use_ema": True}])
+@on_each_backend
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (BackupAndRestore, {}),
+        (ShardedCheckpoint, {"gradient_accumulation_steps": 2, "use_ema": True}),
+    ],
+)
 def test_resumed_training_equals_uninterrupted_training(shared_tmp_path, kind, options):
     # A generation ends the round, also in the training that is not interrupted.
     expected = train(kind(shared_tmp_path / "whole", save_freq=3), **options)

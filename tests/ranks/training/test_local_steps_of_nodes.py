@@ -8,7 +8,7 @@ from small_training import agreed, assert_close, weights_of
 import keras_dist
 from keras_dist import runtime
 
-pytestmark = pytest.mark.jobs("nodes-2x2", "nodes-2+1", "nodes-4x1", "torch-4", "tensorflow-3")
+pytestmark = pytest.mark.jobs("nodes-2x2", "nodes-2+1", "torch-4")
 
 
 def groups():
@@ -51,6 +51,7 @@ def sgd():
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
+@pytest.mark.jobs("tensorflow-3")
 def test_rounds_of_groups_equal_a_reference(within):
     model, seen = make(local(sgd(), 2, within=within)), Compare()
     fit(model, callbacks=[seen])
