@@ -98,7 +98,7 @@ MISSING = {
         "XLA, several outputs with masks": COMPILES_FOR_MINUTES,
     },
 }[BACKEND]
-CASES = {1: 20, 2: 22, 3: 22}  # on each number of ranks
+CASES = {1: 8, 2: 22, 3: 22}  # on each number of ranks
 
 drawn = set()  # the cases so far
 shown = set()  # their features
@@ -137,7 +137,8 @@ def draw(feature, count, record_property):
 def test_n_ranks_train_like_one_process(feature, record_property):
     if feature in MISSING:
         pytest.skip(MISSING[feature])
-    if feature not in shown:  # by a case of another feature
+    # One rank alone has too few cases to show each feature.
+    if feature not in shown and keras_dist.size() > 1:
         draw(FEATURES[feature], 1, record_property)
 
 
