@@ -6,7 +6,6 @@ from interrupting import Interrupt, Interrupted, everything_of
 from small_training import (
     CLASSES,
     FEATURES,
-    agreed,
     assert_close,
     compiled,
     make_data,
@@ -15,11 +14,10 @@ from small_training import (
 )
 
 import keras_dist
-from keras_dist import errors
 from keras_dist.callbacks import BackupAndRestore, ShardedCheckpoint
-from keras_dist.resume.format import newest_first
 
-pytestmark = pytest.mark.jobs("training")
+# The code of keras_dist is the same on every backend: others run what docs/backends.md shows.
+pytestmark = pytest.mark.jobs("torch-2")
 
 
 def new_model(optimizer=None, **options):
@@ -57,7 +55,7 @@ def directory(shared_tmp_path):
 @pytest.mark.long
 @pytest.mark.parity("`BackupAndRestore`: resumed training equals uninterrupted training")
 @pytest.mark.parametrize(
-    "shared", [pytest.param(True, marks=pytest.mark.jobs("jax-2", "equality")), False]
+    "shared", [pytest.param(True, marks=pytest.mark.jobs("hooks", "jax-2", "equality")), False]
 )
 def test_resumed_training_equals_training_that_was_not_interrupted(shared, shared_tmp_path):
     directory = shared_tmp_path / ("backup" if shared else f"backup of {keras_dist.rank()}")
@@ -78,10 +76,12 @@ def test_resumed_training_equals_training_that_was_not_interrupted(shared, share
     assert not directory.exists()
 
 
-@pytest.mark.jobs("jax-2")
 @pytest.mark.parametrize(
     ("kind", "at"),  # after 2 and 4 of 3 + 3 passes
-    [(BackupAndRestore, (0, 1)), (ShardedCheckpoint, (1, 1))],
+    [
+        pytest.param(BackupAndRestore, (0, 1), marks=pytest.mark.jobs("tensorflow-2", "jax-2")),
+        (ShardedCheckpoint, (1, 1)),
+    ],
 )
 def test_training_resumes_between_the_passes_of_an_update(kind, at, shared_tmp_path):
     x, y = make_data(12, seed=keras_dist.rank())
@@ -110,23 +110,3 @@ def test_the_model_itself_starts_anew_once_it_is_done(directory):
         fit(BackupAndRestore(directory), Interrupt(1), model=model)
     assert fit(BackupAndRestore(directory), model=model)[1] == [1, 2]
     assert fit(BackupAndRestore(directory), model=model)[1] == [0, 1, 2]
-
-
-def test_a_backup_of_another_model_is_an_error_on_every_rank(directory):
-    # SGD has no state for each variable, so Keras would not detect a smaller model.
-    sgd = keras.optimizers.SGD
-    with pytest.raises(Interrupted):
-        larger = new_model(sgd(0.1), run_eagerly=True)
-        fit(BackupAndRestore(directory), Interrupt(1), model=larger)
-    layers = [keras.Input((FEATURES,)), keras.layers.BatchNormalization()]
-    wrapped = keras_dist.DistributedOptimizer(sgd(0.1))
-    model = compiled(keras.Sequential(layers), wrapped, run_eagerly=True)
-    found = r"the 6 variables of this model .* Received: 8 variables"
-    before = everything_of(model)
-    with pytest.raises(errors.CheckpointError, match=found) as caught:
-        fit(BackupAndRestore(directory), model=model)
-    assert agreed(str(caught.value))
-    assert str(newest_first(directory)[0]) in str(caught.value)
-    assert "remove the checkpoint to start over" in str(caught.value)
-    if keras_dist.rank() == 0:
-        assert everything_of(model)[: len(before)] == before

@@ -16,9 +16,11 @@ from keras_dist import errors
 from keras_dist.callbacks import BestModelCheckpoint, ModelCheckpoint
 from keras_dist.callbacks import checkpoint as checkpoint_module
 
-pytestmark = pytest.mark.jobs("hooks", "jax-2", "openmpi-2")
+# The code of keras_dist is the same on every backend, but for what the marks name.
+pytestmark = pytest.mark.jobs("torch-2")
 
 
+@pytest.mark.jobs("tensorflow-2", "jax-2")
 @pytest.mark.parity("`ModelCheckpoint` writes on the root only")
 def test_only_the_root_writes_and_all_leave_together(shared_tmp_path):
     directory = shared_tmp_path / f"seen by rank {keras_dist.rank()}"
@@ -35,21 +37,11 @@ def test_only_the_root_writes_and_all_leave_together(shared_tmp_path):
             np.testing.assert_array_equal(weight, expected)
 
 
-def keeping_the_best(path):
-    return ModelCheckpoint(path, "loss", save_best_only=True, save_weights_only=True)
-
-
-def keeping_the_best_as_in_horovod(path):
-    checkpoint = BestModelCheckpoint("loss", 0, True)
-    checkpoint.filepath = str(path)
-    return checkpoint
-
-
-@pytest.mark.parametrize("make", [keeping_the_best, keeping_the_best_as_in_horovod])
-def test_the_best_is_kept_and_weights_alone_can_be_written(shared_tmp_path, make):
+def test_the_best_is_kept_as_in_horovod(shared_tmp_path):
     model = distributed(keras.optimizers.SGD(0.0))
     path = shared_tmp_path / "best.weights.h5"
-    checkpoint = make(path)
+    checkpoint = BestModelCheckpoint("loss", 0, True)
+    checkpoint.filepath = str(path)
     x, y = make_data(8)
     # In the same order, because another order may round to a slightly lower loss.
     model.fit(x, y, shuffle=False, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
@@ -69,39 +61,6 @@ def test_batches_can_be_counted_and_files_carry_the_users_umask(shared_tmp_path)
         os.umask(before)
     assert sorted(path.name for path in shared_tmp_path.iterdir()) == ["1-2.keras", "1-4.keras"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in shared_tmp_path.iterdir()} == {0o640}
-
-
-def test_a_checkpoint_that_cannot_be_written_is_an_error_on_every_rank(shared_tmp_path):
-    target = shared_tmp_path / "taken.keras"
-    if keras_dist.rank() == 0:
-        (target / "inside").mkdir(parents=True)
-    keras_dist.barrier()
-    with pytest.raises(errors.CheckpointError, match="to write the checkpoint") as caught:
-        distributed().fit(*make_data(8), verbose=0, callbacks=[ModelCheckpoint(target)])
-    assert str(target) in str(caught.value)
-    assert agreed(str(caught.value))
-    assert [path.name for path in shared_tmp_path.iterdir()] == ["taken.keras"]
-
-
-def test_a_failed_write_leaves_the_previous_checkpoint_whole(shared_tmp_path, monkeypatch, caplog):
-    model = distributed()
-    path = shared_tmp_path / "model.keras"
-    x, y = make_data(8)
-    model.fit(x, y, verbose=0, callbacks=[ModelCheckpoint(path)])
-    keras_dist.barrier()
-    before = path.read_bytes()
-
-    def fail(model, beside):
-        Path(beside).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(type(model), "save", fail)
-    caplog.clear()
-    model.fit(x, y, verbose=0, callbacks=[ModelCheckpoint(path)])
-    said = "No space left on device" in caplog.text and "Training continues" in caplog.text
-    assert said == (keras_dist.rank() == 0)
-    assert path.read_bytes() == before
-    assert [entry.name for entry in shared_tmp_path.iterdir()] == ["model.keras"]
 
 
 SCORES = [0.5, 0.7, 0.6]

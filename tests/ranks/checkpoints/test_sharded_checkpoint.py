@@ -20,7 +20,9 @@ from keras_dist.training import model_state
 from keras_dist.training.session_callback import SessionCallback
 from keras_dist.training.sharded_state import whole_value
 
-pytestmark = pytest.mark.jobs("training")
+# The code of keras_dist is the same on every backend, but for what the marks name.
+pytestmark = pytest.mark.jobs("torch-2")
+where_arrays_are_elsewhere = pytest.mark.jobs("tensorflow-2", "training-double-torch-2")
 
 BATCH, STEPS = 4, 3
 
@@ -51,13 +53,6 @@ def fit(model, *callbacks, epochs=1):
 def everything_of(model):
     """Returns the bytes of the whole state. Collective."""
     return [whole_value(variable).tobytes() for variable in model_state.state(model)]
-
-
-def on_root(work):
-    keras_dist.barrier()
-    if keras_dist.rank() == 0:
-        work()
-    keras_dist.barrier()
 
 
 @pytest.fixture
@@ -97,6 +92,7 @@ def test_one_keras_file_is_exported(directory, tmp_path):
     assert everything_of(again) == expected
 
 
+@where_arrays_are_elsewhere
 def test_a_checkpoint_is_loaded_without_fit(directory):
     model, other = make(), make()
     fit(model, ShardedCheckpoint(directory), epochs=2)
@@ -130,6 +126,7 @@ class Hold(SessionCallback):
         self.first = epoch == 1
 
 
+@where_arrays_are_elsewhere
 def test_training_changes_nothing_in_a_checkpoint_that_is_being_written(directory, monkeypatch):
     model, expected = make(), make()
     fit(expected)
@@ -143,32 +140,25 @@ def test_training_changes_nothing_in_a_checkpoint_that_is_being_written(director
     assert everything_of(model) == everything_of(expected)
 
 
-def failing(monkeypatch, rank, error, times=1):
-    """Makes writes of a rank fail, at the system call."""
-    left, write = [times], os.write
+def test_a_failed_write_is_named_once_and_training_goes_on(directory, monkeypatch, caplog):
+    fit(make(), ShardedCheckpoint(directory))
+    left, write, last = [1], os.write, keras_dist.size() - 1
 
     def write_or_fail(handle, data):
-        if threading.current_thread().name == "keras_dist checkpoint" and left[0]:
-            left[0] -= 1
-            raise error
+        if threading.current_thread().name == "keras_dist checkpoint" and left:
+            left.pop()
+            raise OSError(116, "Stale file handle")
         return write(handle, data)
 
-    if keras_dist.rank() == rank:
+    if keras_dist.rank() == last:
         monkeypatch.setattr(os, "write", write_or_fail)
-
-
-@pytest.mark.parametrize("rank", [0, keras_dist.size() - 1])
-def test_a_failed_write_is_named_once_and_training_goes_on(rank, directory, monkeypatch, caplog):
-    fit(make(), ShardedCheckpoint(directory))
-    error = OSError(116, "Stale file handle")
-    failing(monkeypatch, rank, error)
     caplog.clear()
     model = make()
     assert fit(model, ShardedCheckpoint(directory, restore=False, keep=3), epochs=3) == [0, 1, 2]
     said = [record.getMessage() for record in caplog.records if "keras_dist" in record.name]
     if keras_dist.rank() == 0:
         [text] = [text for text in said if "Stale file handle" in text]
-        assert f"rank {rank} to write its part" in text and "Training continues" in text
+        assert f"rank {last} to write its part" in text and "Training continues" in text
         assert f"{directory}/00000002/" in text
     else:
         assert not said
@@ -192,29 +182,6 @@ def test_a_fit_waits_for_the_checkpoint_of_one_that_has_raised(directory, monkey
     assert fit(make(), ShardedCheckpoint(directory), epochs=3) == [2]
 
 
-def test_a_failure_after_the_manifest_loses_nothing(directory, monkeypatch, caplog):
-    flush, flushed = os.fsync, []
-
-    def flush_or_fail(handle):
-        if threading.current_thread().name == "keras_dist checkpoint":
-            flushed.append(handle)
-            if len(flushed) == 4:  # part, its directory, manifest, its directory
-                raise PermissionError(13, "Permission denied")  # an error that may not pass
-        flush(handle)
-
-    if keras_dist.rank() == 0:
-        monkeypatch.setattr(os, "fsync", flush_or_fail)
-    model = make()
-    fit(model, ShardedCheckpoint(directory))
-    said = [text for text in caplog.messages if "Permission denied" in text]
-    assert len(said) == (keras_dist.rank() == 0)
-    assert all("to write the manifest" in t and "is whole and stays" in t for t in said)
-    keras_dist.barrier()
-    other = make()
-    assert keras_dist.checkpoints.load(other, directory) == 1
-    assert everything_of(other) == everything_of(model)
-
-
 def test_arrays_that_one_rank_cannot_read_are_an_error_on_every_rank(directory, monkeypatch):
     fit(make(), ShardedCheckpoint(directory))
     keras_dist.barrier()
@@ -228,40 +195,6 @@ def test_arrays_that_one_rank_cannot_read_are_an_error_on_every_rank(directory, 
     with pytest.raises(errors.CheckpointError, match="Stale file handle") as caught:
         fit(make(), ShardedCheckpoint(directory))
     assert agreed(str(caught.value)) and f"[rank {last} of" in str(caught.value)
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def test_damaged_generations_are_skipped_and_named(directory, caplog):
-    model = make()
-    fit(model, ShardedCheckpoint(directory), epochs=2)
-    last = format.parts_of(directory, 2, keras_dist.size())[-1]
-    on_root(lambda: flip(last))
-    caplog.clear()
-    assert keras_dist.checkpoints.load(make(), directory) == 1
-    said = [text for text in caplog.messages if "a checkpoint is damaged" in text]
-    assert len(said) == (keras_dist.rank() == 0)
-    assert all(str(last) in text and "SHA-256" in text and "00000001-" in text for text in said)
-    on_root(lambda: flip(format.newest_first(directory)[1]))
-    with pytest.raises(errors.CheckpointError, match="the digest does not match") as caught:
-        keras_dist.checkpoints.load(make(), directory)
-    assert agreed(str(caught.value).partition("]")[2]) and format.REMEDY in str(caught.value)
-    with pytest.raises(errors.CheckpointError, match="a whole generation"):
-        keras_dist.checkpoints.load(make(), directory / "nothing")
-
-
-def test_a_checkpoint_of_another_model_is_an_error_on_every_rank(directory):
-    fit(make(), ShardedCheckpoint(directory))
-    keras_dist.barrier()
-    sgd = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    other = compiled(keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(2)]), sgd)
-    with pytest.raises(errors.CheckpointError, match="the 4 variables of this model") as caught:
-        keras_dist.checkpoints.load(other, directory)
-    assert agreed(str(caught.value))
 
 
 @pytest.mark.skipif(keras_dist.size() == 1, reason="one rank cannot differ")
