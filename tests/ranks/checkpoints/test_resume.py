@@ -18,7 +18,10 @@ from keras_dist.callbacks import BackupAndRestore, callback_states
 from keras_dist.resume.state import Metrics, pack, unpack
 from keras_dist.training import random_generators
 
-pytestmark = pytest.mark.jobs("hooks")
+# The code of keras_dist is the same on every backend, but for what the marks name.
+pytestmark = pytest.mark.jobs("torch-2")
+on_each_backend = pytest.mark.jobs("tensorflow-2", "jax-2")
+on_tensorflow_as_well = pytest.mark.jobs("tensorflow-2")
 
 STEPS = 3
 
@@ -89,6 +92,7 @@ def test_training_that_was_stopped_stays_stopped(directory, caplog):
     assert caplog.text.count("training was stopped after epoch 2") == (keras_dist.rank() == 0)
 
 
+@on_tensorflow_as_well
 def test_steps_that_are_executed_together_resume_as_well(shared_tmp_path):
     if keras.backend.backend() == "torch":
         pytest.skip("Keras on torch has no steps_per_execution")
@@ -239,6 +243,7 @@ def test_a_log_that_rank_0_lacks_is_cut_off_in_a_job_of_another_size(tmp_path):
     assert log.read_bytes() == (b"1.0\n2.0\n" if keras_dist.rank() == 0 else b"1.0\n")
 
 
+@on_tensorflow_as_well
 def test_nested_values_come_back_as_they_were():
     value = {
         "plain": [None, True, 3, 0.1, float("inf"), "text"],
@@ -286,7 +291,7 @@ def interrupt(model, directory, epoch, batch=None, **options):
 
 
 @pytest.mark.long
-@pytest.mark.jobs("jax-2")
+@on_each_backend
 @pytest.mark.parity("`BackupAndRestore` with two optimizers, built at their first steps")
 def test_optimizers_that_are_not_built_when_training_resumes(directory):
     expected = train(new_gan())
@@ -339,6 +344,7 @@ def test_an_elastic_state_of_optimizers_that_are_built_after_it(directory):
     assert everything_of(fresh) == expected
 
 
+@on_tensorflow_as_well
 def test_the_generator_that_keras_shares_goes_on():
     def draw():
         return keras.ops.convert_to_numpy(keras.random.uniform((2,))).tolist()
