@@ -25,8 +25,6 @@ from keras_dist import errors
 pytestmark = pytest.mark.jobs("torch-2")
 on_each_backend = pytest.mark.jobs("tensorflow-2", "jax-2")
 
-BACKEND = keras.backend.backend()
-
 
 @keras.saving.register_keras_serializable("test_copies")
 class Doubling(keras.optimizers.SGD):

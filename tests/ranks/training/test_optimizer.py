@@ -102,9 +102,12 @@ def adam():
     return keras.optimizers.Adam(0.01)
 
 
-@pytest.mark.jobs("tensorflow-1", "jax-1", "torch-1", "torch-3", "double")
+@pytest.mark.jobs("tensorflow-1", "jax-1", "torch-1", "torch-3")
 @pytest.mark.parity("`fit` ends with the weights of one process: {name}")
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# LARS computes most with whole variables, which the double for NCCL leaves in GPU memory.
+@pytest.mark.parametrize(
+    "name", [pytest.param("lars", marks=pytest.mark.jobs("double")), *list(OPTIMIZERS)[1:]]
+)
 def test_weights_equal_those_of_one_process(name):
     model, plain = train_both(OPTIMIZERS[name])
     assert_close(weights_of(model), weights_of(plain))
