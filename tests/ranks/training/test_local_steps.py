@@ -227,7 +227,9 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    "kind", ["rounds", "fragments", pytest.param("late averages", marks=on_each_backend)]
+)
 def test_a_stop_on_one_rank_takes_effect_where_the_last_fragment_is_due(kind):
     asks, stops = (3, 6) if kind == "rounds" else (1, 4)
     model = make(local(SGD(0.1), **STREAMS[kind]))
