@@ -128,25 +128,19 @@ def test_missing_gradients_with_accumulation():
     check_equals_one_process(lambda: adamw(gradient_accumulation_steps=2))
 
 
-def test_missing_gradients_under_a_loss_scale():
-    check_equals_one_process(scaled, "stateless_apply" if BACKEND == "jax" else "apply")
+FURTHER = {
+    "a loss scale": {"make": scaled, "how": "stateless_apply" if BACKEND == "jax" else "apply"},
+    "an overridden apply": {"make": lambda: Surgery(0.1)},
+    "groups": {"make": adamw, "groups": 2},
+    "compression": {"make": adamw, "compression": "fp16"},
+    "gradient_predivide_factor": {"make": adamw, "gradient_predivide_factor": 2.0},
+    "shard_state": {"make": adamw, "shard_state": True},
+}
 
 
-def test_missing_gradients_of_an_overridden_apply():
-    check_equals_one_process(lambda: Surgery(0.1))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"groups": 2},
-        {"compression": "fp16"},
-        {"gradient_predivide_factor": 2.0},
-        {"shard_state": True},
-    ],
-)
-def test_missing_gradients_with_options(options):
-    check_equals_one_process(adamw, **options)
+@pytest.mark.parametrize("name", FURTHER)
+def test_missing_gradients_of_further_optimizers(name):
+    check_equals_one_process(**FURTHER[name])
 
 
 def test_a_rank_without_any_gradient():
