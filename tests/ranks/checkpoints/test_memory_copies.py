@@ -147,6 +147,25 @@ def test_the_copy_of_a_lost_node_comes_from_its_neighbour(copies, shared_tmp_pat
     assert is_found(copies()[1], 3)
 
 
+def test_damaged_copies_are_not_used(copies, shared_tmp_path, caplog):
+    made, _ = copies()
+    write(made, 1)
+    write(made, 2)
+
+    def damage():
+        for node in range(len(NODES)):
+            for path in files(shared_tmp_path, node)[1:]:
+                cut(path)
+
+    act(damage)
+    with caplog.at_level(logging.WARNING, "keras_dist"):
+        assert is_found(copies()[1], 1)
+    told = any("a checkpoint is damaged" in text for text in caplog.messages)
+    assert any(keras_dist.allgather_object(told))
+    act(lambda: [path.write_bytes(b"") for path in shared_tmp_path.glob("*/*/*/*.json")])
+    assert copies()[1] is None
+
+
 @on_nodes
 def test_a_copy_that_cannot_be_read_or_arrives_damaged_is_given_up(
     copies, shared_tmp_path, monkeypatch, caplog

@@ -61,9 +61,9 @@ def fit(model, epochs=1, callbacks=()):
     return model
 
 
-def whole():
-    """Returns the model whose updates are whole, after an epoch."""
-    return fit(make(Adam(0.01), shard_state=False))
+def whole(epochs=1):
+    """Returns the model whose updates are whole, after some epochs."""
+    return fit(make(Adam(0.01), shard_state=False), epochs)
 
 
 def assert_same_bits(variables, expected):
@@ -146,6 +146,21 @@ def test_a_saved_model_is_a_whole_file_from_which_training_continues(writes, sha
     else:  # the root alone may load it
         model = keras_dist.load_model(path) if keras_dist.rank() == 0 else make(Adam(0.01))
     assert_same_bits(fit(model).weights, expected.weights)
+
+
+@pytest.mark.parametrize("before, after", [(True, True), (True, False), (False, True)])
+def test_a_backup_resumes_sharded_or_whole(before, after, shared_tmp_path):
+    class Killed(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            raise KeyboardInterrupt
+
+    def backup():
+        return keras_dist.callbacks.BackupAndRestore(str(shared_tmp_path / "backup"))
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(make(Adam(0.01), before), 2, [backup(), Killed()])
+    model = fit(make(Adam(0.01), after), 2, [backup()])
+    assert_same_bits(model.weights, whole(epochs=2).weights)
 
 
 @on_each_backend
