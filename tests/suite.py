@@ -114,7 +114,6 @@ JOBS = {
     "double-torch-3": double(3, "torch", slow=False),
     # Training is independent of the MPI library. Resuming uses files and the collectives of the
     # tests of checkpoints and the engine.
-    "openmpi-2": Job(2, library="openmpi"),
     "openmpi-3": Job(3, library="openmpi"),
     "training-double-torch-2": double(2, "torch", slow=False),
 }
@@ -126,11 +125,6 @@ GROUPS = {
     "engine": ("tensorflow-2", "openmpi-3"),
     "double": ("double-tensorflow-2", "double-jax-2", "double-torch-2"),
     "equality": ("tensorflow-3", "jax-1", "jax-3", "torch-1", "torch-3"),
-    # On three ranks torch represents the others; test_exactness draws optimizers on each.
-    "steps": (
-        *("jax-1", "torch-1", "torch-3", "openmpi-2"),
-        *("double-tensorflow-2", "double-jax-2", "double-torch-2"),
-    ),
 }
 
 

@@ -102,7 +102,7 @@ def adam():
     return keras.optimizers.Adam(0.01)
 
 
-@pytest.mark.jobs("tensorflow-1", "jax-1", "torch-1", "torch-3", "openmpi-2")
+@pytest.mark.jobs("tensorflow-1", "jax-1", "torch-1", "torch-3", "openmpi-3")
 @pytest.mark.parity("`fit` ends with the weights of one process: {name}")
 # LARS computes most with whole variables, which the double for NCCL leaves in GPU memory.
 @pytest.mark.parametrize(
