@@ -10,7 +10,8 @@ import keras_dist
 from keras_dist import _engine
 from keras_dist.callbacks import MetricAverageCallback
 
-pytestmark = pytest.mark.jobs("hooks", "jax-2")
+pytestmark = pytest.mark.jobs("torch-2")
+on_all_backends = pytest.mark.jobs("tensorflow-2", "jax-2")
 
 BACKEND = keras.backend.backend()
 BATCH = 4
@@ -70,6 +71,7 @@ def plain(value):
     return value.decode() if isinstance(value, bytes) else value
 
 
+@on_all_backends
 @pytest.mark.parity("nested logs, text, `None`, booleans and arrays in the logs of a step")
 def test_each_kind_of_value_in_the_logs():
     rank, size = keras_dist.rank(), keras_dist.size()
@@ -202,7 +204,13 @@ def fit(model):
 
 @pytest.mark.long
 @pytest.mark.parity("`fit`, `evaluate` and `predict` within `fit`")
-@pytest.mark.parametrize(("another", "uneven"), [(False, "continue"), (True, "stop")])
+@pytest.mark.parametrize(
+    ("another", "uneven"),
+    [
+        pytest.param(False, "continue", marks=on_all_backends),
+        pytest.param(True, "stop", marks=pytest.mark.jobs("jax-2")),
+    ],
+)
 def test_calls_within_fit_leave_its_logs_and_hooks(another, uneven):
     rank, size = keras_dist.rank(), keras_dist.size()
     calls = [evaluate, evaluate_on_the_root, predict, fit]

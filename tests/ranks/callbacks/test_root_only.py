@@ -10,7 +10,7 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import RootOnly
 
-pytestmark = pytest.mark.jobs("hooks")
+pytestmark = pytest.mark.jobs("torch-2")
 
 
 class Recorder(keras.callbacks.Callback):
@@ -49,7 +49,7 @@ def fit(*callbacks, **options):
     return model
 
 
-@pytest.mark.jobs("jax-2")
+@pytest.mark.jobs("tensorflow-2", "jax-2")
 @pytest.mark.parity("`RootOnly`")
 def test_every_hook_is_called_on_the_root_and_on_no_other_rank():
     root = keras_dist.size() - 1

@@ -9,7 +9,8 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import AgreeOnStoppingCallback, RootOnly
 
-pytestmark = pytest.mark.jobs("hooks")
+pytestmark = pytest.mark.jobs("torch-2")
+on_all_backends = pytest.mark.jobs("tensorflow-2", "jax-2")
 
 
 class Steps(keras.callbacks.Callback):
@@ -57,7 +58,6 @@ def steps_of(*callbacks, sample_weight=None, appended=()):
     return steps.count
 
 
-@pytest.mark.jobs("torch-3")
 @pytest.mark.parity("a stop on one rank stops all after the same step")
 @pytest.mark.parametrize(
     ("hook", "at", "steps"),
@@ -65,7 +65,7 @@ def steps_of(*callbacks, sample_weight=None, appended=()):
         ("on_train_begin", 1, 1),
         ("on_epoch_begin", 2, 6),
         ("on_train_batch_begin", 3, 3),
-        pytest.param("on_train_batch_end", 7, 7, marks=pytest.mark.jobs("jax-2")),
+        pytest.param("on_train_batch_end", 7, 7, marks=on_all_backends),
         ("on_epoch_end", 2, 10),
     ],
 )
@@ -74,9 +74,9 @@ def test_a_stop_on_one_rank_stops_all_after_the_same_step(hook, at, steps):
 
 
 @pytest.mark.parametrize(
-    ("hook", "at", "steps"), [("on_train_batch_end", 7, 7), ("on_epoch_end", 2, 10)]
+    ("hook", "at", "steps", "everywhere"),
+    [("on_train_batch_end", 7, 7, False), ("on_epoch_end", 2, 10, True)],
 )
-@pytest.mark.parametrize("everywhere", [True, False])
 def test_a_callback_behind_the_list_stops_all_after_the_same_step(hook, at, steps, everywhere):
     last = keras_dist.size() - 1
     appended = [StopAt(hook, at, last)] if everywhere or keras_dist.rank() == last else []
@@ -168,9 +168,10 @@ class Prune(keras.callbacks.Callback):
 
 
 @pytest.mark.long
-@pytest.mark.jobs("jax-2")
 @pytest.mark.parity("an exception that a rank raises in a callback is raised on all, which go on")
-@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_epoch_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_begin", pytest.param("on_train_batch_end", marks=on_all_backends)]
+)
 def test_an_exception_of_one_rank_is_raised_on_all(hook):
     at = 1 if hook == "on_train_begin" else 2
     prune = Prune(hook, at)

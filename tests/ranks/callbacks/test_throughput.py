@@ -11,7 +11,7 @@ import keras_dist
 from keras_dist import _engine, runtime
 from keras_dist.callbacks import throughput
 
-pytestmark = pytest.mark.jobs("hooks")
+pytestmark = pytest.mark.jobs("torch-2")
 
 EPOCH_SECONDS = 2.0
 SAMPLES, BATCH, STEPS = 10, 4, 3  # the last batch has 2
@@ -43,7 +43,7 @@ def distributed(make=make_model, **options):
     return make(optimizer=keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), **options)
 
 
-@pytest.mark.jobs("jax-2")
+@pytest.mark.jobs("tensorflow-2", "jax-2")
 @pytest.mark.parity("throughput and waits in the logs")
 def test_samples_of_all_ranks_and_the_mean_of_their_waiting(clock, shared_tmp_path):
     n = keras_dist.size()

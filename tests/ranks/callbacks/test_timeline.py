@@ -13,7 +13,7 @@ import keras_dist
 from keras_dist import errors, runtime
 from keras_dist.monitor.timeline import recording, trace
 
-pytestmark = pytest.mark.jobs("engine")
+pytestmark = pytest.mark.jobs("tensorflow-2")
 
 
 @pytest.fixture
@@ -33,8 +33,6 @@ def record(shared_tmp_path):
 
 
 def test_training(record):
-    if keras_dist.size() > 2:
-        pytest.skip("slow, and the same as on 2 ranks")
     model = distributed()
     data = keras_dist.data.shard(make_data(STEPS * BATCH * keras_dist.size()), batch_size=BATCH)
 
@@ -61,6 +59,7 @@ def test_training(record):
     assert set(last) <= set(range(keras_dist.size()))
 
 
+@pytest.mark.jobs("torch-3")
 def test_collectives_by_hand(record):
     ranks = keras_dist.size()
     if ranks == 1:
