@@ -2,7 +2,6 @@
 
 import types
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy_reference import summed_rows
@@ -33,17 +32,6 @@ def expected_of(parts, op="average"):
 def shared_memory():
     if runtime.communicator().node is None:
         pytest.skip("these ranks share no memory")
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 32), (0,)])
-def test_bits_are_those_of_rows_added_one_by_one(dtype, shape):
-    # More rows than before, fewer, none on some ranks, none at all, with the memory of one call.
-    for count in (lambda r: 300 * (r + 1), lambda r: 9, lambda r: 900 * (r % 2), lambda r: 0):
-        parts = [rows_of(rank, count(rank), shape, dtype) for rank in range(SIZE())]
-        for op in ("sum", "average"):
-            found, _ = keras_dist.sparse_allreduce(*parts[RANK()], op)
-            assert found.dtype == dtype and found.tobytes() == expected_of(parts, op).tobytes()
 
 
 def test_memory_that_is_not_used_is_released(monkeypatch):
