@@ -21,7 +21,7 @@ from keras_dist import _engine, errors
 from keras_dist._engine import memory
 from keras_dist._engine.shm import segments
 
-pytestmark = pytest.mark.jobs("engine", "torch-3")
+pytestmark = pytest.mark.jobs("tensorflow-2")
 
 LARGE = 2**20
 SUM = _engine.OpOptions(_engine.ReduceOp.SUM)

@@ -11,7 +11,7 @@ from small_training import make_data, make_model, weights_of
 import keras_dist
 from keras_dist import ProcessSet, errors, runtime
 
-pytestmark = pytest.mark.jobs("engine", "torch-4")
+pytestmark = pytest.mark.jobs("openmpi-3", "torch-4")
 
 RANK, SIZE = keras_dist.rank, keras_dist.size
 world = MPI.COMM_WORLD
