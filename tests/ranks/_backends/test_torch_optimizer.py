@@ -172,20 +172,7 @@ def test_synchronize_then_clip_then_step(overlap, recwarn):
     assert ["skip_synchronize" in str(warning.message) for warning in recwarn] == [True]
 
 
-def test_gradients_written_to_after_backward_are_reduced_as_written(overlap):
-    model = network()
-    optimizer = wrapped(model, 0.0)
-    for x, y in zip(*data(3), strict=True):
-        optimizer.zero_grad()
-        loss_of(model, own_rows(x), own_rows(y)).backward()
-        for parameter in model.parameters():
-            parameter.grad.fill_(hvd.rank())
-        optimizer.step()
-        mean = (hvd.size() - 1) / 2
-        assert all((parameter.grad == mean).all() for parameter in model.parameters())
-
-
-def test_gradients_written_to_on_one_rank_after_backward(overlap, monkeypatch):
+def test_gradients_written_to_after_backward_are_reduced_as_written(overlap, monkeypatch):
     monkeypatch.setattr(gradient_plans, "bucket_nbytes", lambda *_: 1)
     model = network()
     optimizer = wrapped(model, 0.0)
@@ -193,9 +180,10 @@ def test_gradients_written_to_on_one_rank_after_backward(overlap, monkeypatch):
     for step in range(5):
         optimizer.zero_grad()
         model(torch.full((2, 3), float(hvd.rank() + step))).sum().backward()
-        if odd and step % 2:  # as a script that replaces what is not finite
+        # As a script that replaces what is not finite, on one rank or on all.
+        if step == 3 or (odd and step == 1):
             for parameter in model.parameters():
-                parameter.grad.fill_(step)
+                parameter.grad.fill_(step + hvd.rank())
         mine = [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
         for parameter, gradient in zip(model.parameters(), mine, strict=True):
@@ -438,17 +426,6 @@ def test_sync_batch_norm_equals_batch_norm_of_the_global_batch(momentum):
     torch.testing.assert_close(sync.eval()(x), one.eval()(x))
 
 
-def test_sync_batch_norm_trains_with_the_optimizer(overlap):
-    def model(norm):
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(3, 6), norm(6), torch.nn.Linear(6, 1))
-
-    alone, ours = model(torch.nn.BatchNorm1d), model(hvd.SyncBatchNorm)
-    expected = train(alone, torch.optim.SGD(alone.parameters(), 0.05), lambda rows: rows)
-    for weight, other in zip(train(ours, wrapped(ours, 0.05), own_rows), expected, strict=True):
-        torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
-
-
 def test_join_excludes_ranks_without_data(overlap):
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -462,13 +439,6 @@ def test_join_excludes_ranks_without_data(overlap):
         optimizer.step()
     assert model.weight.item() == pytest.approx(expected)
     assert hvd.join() == 0
-
-
-def test_torch_compile_does_not_trace_the_reduction():
-    from keras_dist._backends.torch import backend
-
-    # torch.compile reads this attribute.
-    assert backend.reduce_gradients._torchdynamo_disable
 
 
 @pytest.mark.parametrize("op", ["average", "adasum"])
