@@ -39,15 +39,13 @@ def notices(caplog):
     return lambda: [r.getMessage() for r in caplog.records if r.name == "keras_dist"]
 
 
-def trained_like_one_process(optimizer, make=make_model, **options):
+def trained_like_one_process(optimizer, **options):
     """Trains plain Keras on all rows, and with XLA each rank on its rows; returns the latter."""
     x, y = make_data(BATCH * STEPS * keras_dist.size())
-    if make is embedding:
-        x = np.abs(10 * x).astype(int) % 20
-    plain = make(optimizer())
+    plain = make_model(optimizer())
     plain.fit(x, y, batch_size=BATCH * keras_dist.size(), shuffle=False, verbose=0)
     distributed = keras_dist.DistributedOptimizer(optimizer())
-    model = make(distributed, jit_compile=True, **options)
+    model = make_model(distributed, jit_compile=True, **options)
     x, y = rows_of_rank(x, BATCH), rows_of_rank(y, BATCH)
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=keras_dist.callbacks())
     assert agreed([weight.tobytes() for weight in weights_of(model)])
@@ -97,18 +95,6 @@ def embedding(optimizer=None, **options):
     return compiled(keras.Sequential(layers), optimizer, **options)
 
 
-def test_an_embedding():
-    model = trained_like_one_process(lambda: keras.optimizers.SGD(0.1), embedding)
-    compiles, others = operations(model)
-    assert compiles["GatherV2"]
-    assert not others["MatMul"]
-
-
-def test_accumulation_decay_and_average():
-    options = {"gradient_accumulation_steps": 2, "weight_decay": 0.1, "use_ema": True}
-    trained_like_one_process(lambda: keras.optimizers.Nadam(0.01, **options))
-
-
 def test_gradients_and_update_are_compiled_and_the_model_is_restored(notices):
     model = trained_like_one_process(
         lambda: keras.optimizers.Adam(0.01, clipnorm=0.05), steps_per_execution=3
@@ -129,6 +115,10 @@ def test_a_read_of_a_table_copies_nothing_after_an_update_of_its_rows(jit_compil
     x, y = make_data(BATCH)
     x = np.abs(10 * x).astype(int) % 20
     model.train_on_batch(x, y)
+    if jit_compile:
+        compiles, others = operations(model)
+        assert compiles["GatherV2"]
+        assert not others["MatMul"]
     every = [*model.weights, *model.optimizer.variables]
     tables = [variable for variable in every if variable.shape == (20, 3)]
     assert len(tables) == 2  # with the accumulator
@@ -200,13 +190,12 @@ def test_a_step_that_cannot_be_compiled_has_a_warning(model_class, normalisation
     assert all(reason in notice for notice in notices())
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
-def test_unequal_batches_are_weighed_outside_of_xla(reduction, notices):
+def test_unequal_batches_are_weighed_outside_of_xla(notices):
     n, rank = keras_dist.size(), keras_dist.rank()
     x, y = make_data(BATCH * n + sum(range(n)))
     ends = np.cumsum([BATCH + other for other in range(n)])
     rows = slice(ends[rank] - BATCH - rank, ends[rank])
-    loss = keras.losses.SparseCategoricalCrossentropy(reduction=reduction)
+    loss = keras.losses.SparseCategoricalCrossentropy()
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.Adam(0.01))
     plain, model = make_model(keras.optimizers.Adam(0.01)), make_model(optimizer)
     for each in (plain, model):
@@ -223,25 +212,14 @@ def test_unequal_batches_are_weighed_outside_of_xla(reduction, notices):
 
 
 def test_masks_give_a_step_without_xla(notices):
-    tokens = np.array([[1, 2, 3], [4, 0, 0]] * keras_dist.size())
-    targets = tokens[:, :, None] / 4
-    mine = slice(None) if keras_dist.size() == 1 else slice(keras_dist.rank() % 2, None, 2)
-
-    def trained(optimizer, rows, **options):
-        keras.utils.set_random_seed(1)
-        layers = [keras.Input((3,)), keras.layers.Embedding(5, 2, mask_zero=True)]
-        model = keras.Sequential([*layers, keras.layers.Dense(1)])
-        model.compile(optimizer, "mse", jit_compile=True)
-        options |= {"batch_size": len(tokens), "verbose": 0}
-        model.fit(tokens[rows], targets[rows], validation_data=(tokens, targets), **options)
-        return model
-
-    if keras_dist.size() in (1, 3):
-        pytest.skip("every second rank has the short sequences")
-    plain = trained(keras.optimizers.SGD(0.1), slice(None))
+    if keras_dist.size() == 1:
+        pytest.skip("one rank needs no weights of others")
+    tokens = np.array([[1, 2, 3], [4, 0, 0]])
+    layers = [keras.Input((3,)), keras.layers.Embedding(5, 2, mask_zero=True)]
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
     optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model = trained(optimizer, mine, callbacks=keras_dist.callbacks())
-    assert_close(weights_of(model), weights_of(plain), 1e-5)
+    model.compile(optimizer, "mse", jit_compile=True)
+    model.train_on_batch(tokens, tokens[:, :, None] / 4)
     assert any("masks or weights" in notice for notice in notices())
 
 
