@@ -18,7 +18,7 @@ from keras_dist.ops import gradient_plans
 from keras_dist.training import replicas
 
 pytestmark = [
-    pytest.mark.jobs("double-torch-2", "double-torch-3"),
+    pytest.mark.jobs("double-torch-2"),
     pytest.mark.skipif(not _gpu.counts_host_memory(), reason="without a GPU or its test double"),
     pytest.mark.usefixtures("ranks"),
 ]
@@ -43,6 +43,7 @@ def check(operation, arrays, *args, launched=None):
     assert launched in (None, len(launches()) - before)
 
 
+@pytest.mark.jobs("double-torch-3")
 def test_results_have_the_bits_of_the_host_and_few_launches():
     size, rank = keras_dist.size(), keras_dist.rank()
     numbers, truth_values = [contribution(dtype) for dtype in DTYPES], contribution("bool")
@@ -135,6 +136,7 @@ def test_the_ranks_meet_twice_for_all_buckets():
     )
 
 
+@pytest.mark.jobs("double-torch-3")
 @pytest.mark.parametrize("op", [SUM, AVERAGE])
 def test_rows_are_gathered_and_added_up_by_the_framework(op):
     comm, rank = runtime.communicator(), keras_dist.rank()
@@ -162,6 +164,7 @@ def test_a_set_of_one_rank_calls_no_nccl():
     keras_dist.remove_process_set(alone)
 
 
+@pytest.mark.jobs("double-torch-3")
 def test_a_difference_is_found_before_nccl_is_called():
     comm, rank = runtime.communicator(), keras_dist.rank()
     before = len(launches())
@@ -177,19 +180,6 @@ def test_a_difference_is_found_before_nccl_is_called():
     with pytest.raises(errors.ArgumentError, match="root_rank"):
         C.broadcast(comm, [on_gpu(np.zeros(2))], ["x"], comm.size)
     assert_same(both_ways(C.allreduce, [contribution("float32")], _engine.OpOptions(), 2**20))
-
-
-@pytest.mark.parametrize("bucket_nbytes", [16, 2**20])
-def test_staging_through_pinned_memory(pinned, bucket_nbytes):
-    arrays = [contribution("float32", (n,)) for n in (3, 0, 5, 7, 1000, 2)]
-    before = len(launches())
-    for _ in range(3):
-        for op in (AVERAGE, MAX):
-            assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(op), bucket_nbytes))
-    assert_same(both_ways(C.broadcast, arrays, 0))
-    assert_same(both_ways(C.grouped_allgather, arrays))
-    assert_same(both_ways(C.reducescatter, arrays, _engine.OpOptions()))
-    assert len(launches()) == before
 
 
 @pytest.mark.parametrize("joiner", [None, JOINER])

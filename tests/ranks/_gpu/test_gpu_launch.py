@@ -16,7 +16,7 @@ from keras_dist.monitor.timeline import summary as timeline
 from keras_dist.ops import gradient_plans
 
 pytestmark = [
-    pytest.mark.jobs("double-torch-2", "double-torch-3"),
+    pytest.mark.jobs("double-torch-3"),
     pytest.mark.skipif(not _gpu.counts_host_memory(), reason="without a GPU or its test double"),
     pytest.mark.usefixtures("ranks"),
 ]
@@ -80,6 +80,7 @@ FAILURES += [
 ]
 
 
+@pytest.mark.jobs("double-torch-2")  # whose launches take longer
 @pytest.mark.parametrize(("name", "owner", "call", "kind"), FAILURES)
 def test_an_error_of_one_rank_before_its_launch(monkeypatch, name, owner, call, kind):
     comm = runtime.communicator()
@@ -460,14 +461,17 @@ def test_the_gpu_copies_from_and_to_pinned_memory_alone(monkeypatch):
     monkeypatch.setattr(_gpu.Runtime, "pinned", record_memory)
     monkeypatch.setattr(_gpu.Runtime, "copy", record_copy)
     monkeypatch.setattr(comm, "gpu_path", PINNED)
-    arrays = [contribution("float32", (n,)) for n in (3, 500, 1000)]
-    for nbytes in (16, 2**20):
-        assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(), nbytes))
+    arrays = [contribution("float32", (n,)) for n in (3, 0, 500, 1000)]
+    before = len(launches())
+    for nbytes in (16, 2**20, 2**20):
+        for op in (_engine.ReduceOp.AVERAGE, _engine.ReduceOp.MAX):
+            assert_same(both_ways(C.allreduce, arrays, _engine.OpOptions(op), nbytes))
     assert_same(both_ways(C.broadcast, arrays, 0))
     assert_same(both_ways(C.grouped_allgather, arrays))
     assert_same(both_ways(C.reducescatter, arrays, _engine.OpOptions()))
     rows, numbers = contribution("float32", (4, 3)), np.arange(4)
     C.reduce_slices(comm, on_gpu(rows), on_gpu(numbers), "table", _engine.OpOptions(SUM))
 
+    assert len(launches()) == before
     assert len(copies) > 20
     assert set(copies) == {(True, False), (False, True)}
