@@ -29,15 +29,26 @@ def arrays():
     return shard((x, x), BATCH)
 
 
-@pytest.mark.parametrize("make", [arrays, lambda: shard(Numbered())], ids=["arrays", "PyDataset"])
-def test_fit_trains_on_every_sample_once_an_epoch(make):
+def model_of(distributed=True, **options):
+    """A model whose metrics are the mean of its targets and of their squares."""
     means = [
         keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: y_true, name="mean"),
         keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: y_true**2, name="mean_square"),
     ]
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
-    model.compile(optimizer, "mse", metrics=means)
+    optimizer = keras.optimizers.SGD(0.0)
+    if distributed:
+        optimizer = keras_dist.DistributedOptimizer(optimizer)
+    model.compile(optimizer, "mse", metrics=means, **options)
+    return model
+
+
+EAGERLY = keras.backend.backend() == "tensorflow"  # tracing takes longest
+
+
+@pytest.mark.parametrize("make", [arrays, lambda: shard(Numbered())], ids=["arrays", "PyDataset"])
+def test_fit_trains_on_every_sample_once_an_epoch(make):
+    model = model_of()
     steps = []
     count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: steps.append(step))
     history = model.fit(make(), epochs=2, verbose=0, callbacks=keras_dist.callbacks(count)).history
@@ -47,15 +58,13 @@ def test_fit_trains_on_every_sample_once_an_epoch(make):
     assert len(set(keras_dist.allgather_object(tuple(steps)))) == 1
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("kind", ["arrays", "elements"])
+@pytest.mark.parametrize(
+    ("kind", "shuffle"), [("arrays", True), ("arrays", False), ("elements", True)]
+)
 def test_an_epoch_of_fewer_steps_reads_on_where_the_one_before_ended(kind, shuffle):
     numbers = np.arange(16 * keras_dist.size(), dtype="float32")[:, None]
     data = (numbers, numbers) if kind == "arrays" else lambda: zip(numbers, numbers, strict=True)
-    mean = keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: y_true, name="mean")
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    optimizer = keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.0))
-    model.compile(optimizer, "mse", metrics=[mean])
+    model = model_of(run_eagerly=EAGERLY)
     data = shard(data, BATCH, **({"shuffle": shuffle} if kind == "arrays" else {}))
     how = {"steps_per_epoch": 2, "verbose": 0, "callbacks": keras_dist.callbacks()}
     # The first fit ends within the data; the next one begins with the first batch of an epoch.
@@ -93,17 +102,12 @@ def one_pass(data):
 
 def means_in_fit(data, epochs, distributed=True):
     """The mean of all numbers until each step, by epoch."""
-    mean = keras.metrics.MeanMetricWrapper(lambda y_true, y_pred: y_true, name="mean")
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    optimizer = keras.optimizers.SGD(0.0)
-    if distributed:
-        optimizer = keras_dist.DistributedOptimizer(optimizer)
-    model.compile(optimizer, "mse", metrics=[mean])
     seen = []
     record = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda *_: seen.append([]),
         on_train_batch_end=lambda _, logs: seen[-1].append(float(logs["mean"])),
     )
+    model = model_of(distributed, run_eagerly=EAGERLY)
     model.fit(data, epochs=epochs, verbose=0, callbacks=[record])
     return seen
 
