@@ -9,7 +9,7 @@ import keras_dist
 from keras_dist import errors
 from keras_dist.data import shard
 
-pytestmark = pytest.mark.jobs("tensorflow-2", "tensorflow-1", "tensorflow-3")
+pytestmark = pytest.mark.jobs("tensorflow-1", "tensorflow-3")
 
 BATCH = 4
 
@@ -179,36 +179,24 @@ def test_a_cache_that_ranks_share_is_refused_unless_it_is_complete(shared_tmp_pa
     assert flat(gathered(shard(make(complete), BATCH))) == everything
 
 
-@pytest.mark.parametrize("place", ["x", "validation_data"])
-def test_fit_refuses_a_cache_that_ranks_share(shared_tmp_path, place):
-    if size() == 1:
-        pytest.skip("one rank shares its files with nobody")
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
-    rows = tf.data.Dataset.from_tensors((np.ones((2, 1)), np.ones((2, 1))))
-    data = {"x": rows, place: rows.cache(str(shared_tmp_path / "rows"))}
-
-    def fit():
-        model.fit(**data, verbose=0, callbacks=keras_dist.callbacks())
-
-    raised_everywhere(errors.DataError, "rows", fit)
-    data[place] = rows.cache(str(shared_tmp_path / f"rows-{keras_dist.rank()}"))
-    fit()
-
-
-def test_evaluate_refuses_a_cache_that_ranks_share(shared_tmp_path):
+@pytest.mark.parametrize("place", ["x", "validation_data", "evaluate"])
+def test_fit_and_evaluate_refuse_a_cache_that_ranks_share(shared_tmp_path, place):
     if size() == 1:
         pytest.skip("one rank shares its files with nobody")
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile(keras_dist.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     rows = tf.data.Dataset.from_tensors((np.ones((2, 1)), np.ones((2, 1))))
 
-    def evaluate(name):
-        data = rows.cache(str(shared_tmp_path / name))
-        model.evaluate(data, verbose=0, callbacks=keras_dist.callbacks())
+    def call(name):
+        cached = rows.cache(str(shared_tmp_path / name))
+        options = {"verbose": 0, "callbacks": keras_dist.callbacks()}
+        if place == "evaluate":
+            model.evaluate(cached, **options)
+        else:
+            model.fit(**{"x": rows, place: cached}, **options)
 
-    raised_everywhere(errors.DataError, "rows", lambda: evaluate("rows"))
-    evaluate(f"rows-{keras_dist.rank()}")
+    raised_everywhere(errors.DataError, "rows", lambda: call("rows"))
+    call(f"rows-{keras_dist.rank()}")
 
 
 def test_predict_caches_in_files_of_their_own(shared_tmp_path):
