@@ -158,6 +158,10 @@ class Backend(Protocol):
         """Returns tensors that are computed only after another; by default they are, as called."""
         return list(tensors)
 
+    def after_host_calls(self, tensors: Sequence[Any]) -> list[Any]:
+        """Returns tensors for a branch that follows all host calls so far; by default it does."""
+        return list(tensors)
+
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Sums the rows of equal index in sparse gradients.
 

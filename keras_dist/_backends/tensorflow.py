@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_dist._backends import HostFunction, OfTensor
 from keras_dist._backends.tensorflow_host import (
     QueuedBuckets,
+    after_host_calls,
     as_array,
     differentiable,
     engine_arrays,
@@ -251,6 +252,9 @@ class TensorFlow(Steps):
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
         with tf.control_dependencies([earlier]):
             return [tf.identity(tensor) for tensor in tensors]
+
+    def after_host_calls(self, tensors: Sequence[Any]) -> list[Any]:
+        return after_host_calls(tensors)
 
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return [_sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]

@@ -130,6 +130,8 @@ def _address_of(tensor: Any) -> int:
 
 # XLA shows the name in the error about an operation that it cannot compile.
 NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
+# The attribute of a graph with a result of its last host call.
+LAST = "keras_dist_last_call"
 # Bytes of a cache line: TensorFlow splits without a copy only at its boundaries.
 LINE = 64
 
@@ -205,7 +207,26 @@ def _call(
     results = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
+    if not tf.executing_eagerly():
+        setattr(tf.compat.v1.get_default_graph(), LAST, results[0])
     return results
+
+
+def after_host_calls(tensors: Sequence[Any]) -> list[Any]:
+    """Returns tensors that a graph computes only after its host calls so far.
+
+    A graph runs host calls in program order, but a branch that updates variables, which is a single
+    operation, in the order of other uses of these variables.
+    """
+    if tf.executing_eagerly():
+        return list(tensors)
+    last = getattr(tf.compat.v1.get_default_graph(), LAST, None)
+    if last is None:
+        return list(tensors)
+    present = {at: tensor for at, tensor in enumerate(tensors) if tensor is not None}
+    with tf.control_dependencies([last]):
+        later = tf.nest.map_structure(tf.identity, present, expand_composites=True)
+    return [later.get(at) for at in range(len(tensors))]
 
 
 def _runs(

@@ -220,7 +220,12 @@ class _Clipping(ClippingHook, _Distributed):
 
     def _prepared(self, grads: Any, variables: Any) -> Any:
         # Gradients that overwrite their variable are assigned before clipping.
-        return self._keras_dist.reduce_overwriting(grads, variables)
+        grads = self._keras_dist.reduce_overwriting(grads, variables)
+        if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            # Keras updates in a branch, which reduces. The mark of reduced gradients is lost here.
+            check_not_reduced(grads)
+            grads = _backends.active().after_host_calls(grads)
+        return grads
 
     def _reduces(self) -> bool:
         # On other backends, accumulating passes reduce nothing; only updates are checked.

@@ -82,7 +82,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        ("dense", "accumulation"),
+        ("normalised", "accumulation"),
         ("normalised", "sgd"),
         pytest.param("convolution", "clipped adam", marks=pytest.mark.jobs("nodes-2+1")),
         ("embedding", "sgd"),
