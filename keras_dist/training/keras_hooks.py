@@ -5,6 +5,7 @@ is made, for all models of this process: in the classes that define them, so tha
 no `keras.Model` train alike.
 """
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -15,6 +16,7 @@ import keras
 
 from keras_dist import _engine, runtime
 from keras_dist._compat.keras.callbacks import model_of
+from keras_dist._compat.keras.metrics import build_from
 from keras_dist._compat.keras.models import LOGS
 from keras_dist.data import epochs
 from keras_dist.data.array_dataset import InOrder
@@ -106,6 +108,7 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training = epochs.Fit(bound.arguments, *agreement, awaits_steps=True)
         try:
             with FitSession(model), epochs.fits.during(training), random_generators.separable():
+                _build_before_workers(model, data)
                 return fit(*given, **options)
         finally:
             if is_within:  # the outer fit goes on with its own step
@@ -125,7 +128,22 @@ def _running(task: str, method: Callable[..., Any], model: Any, *args: Any, **kw
         has_agreed = bool(epochs.fits.get().arguments)  # in the fit that evaluates
         if task == "evaluate" and is_common and not has_agreed:
             agree_on_evaluate(arguments)
+        if task == "evaluate":
+            _build_before_workers(model, arguments.get("x"))
         return method(model, *args, **kwargs)
+
+
+def _build_before_workers(model: Any, data: Any) -> None:
+    """Builds a model, its losses and metrics if Keras would build them from data with workers.
+
+    On JAX and torch Keras takes a batch for their shapes, and keeps what workers have read by then
+    for the first epoch: these batches come twice, and the last ones of the epoch do not come.
+    """
+    is_read = keras.config.backend() != "tensorflow" and epochs.is_sharded(data)
+    if is_read and isinstance(data, keras.utils.PyDataset) and epochs.has_workers(data):
+        # Keras itself fails with its error.
+        with contextlib.suppress(Exception):
+            build_from(model, data)
 
 
 def _train_on_batch(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

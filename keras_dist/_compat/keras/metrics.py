@@ -27,6 +27,11 @@ def build_metrics(model: Any, batch: Any) -> None:
         model._symbolic_build(data_batch=batch)
 
 
+def build_from(model: Any, data: Any) -> None:
+    """Makes what a fit or an evaluation makes from a batch of data, which is read if need be."""
+    model._symbolic_build(iterator=((0, 0, [data[place]]) for place in (0,)))
+
+
 def metrics_inside(metric: Any) -> list[Any]:
     """Returns the metrics that are attributes of a metric."""
     return list(metric._metrics)
@@ -56,9 +61,9 @@ MERGED = "to merge the states of the ranks", "metrics of an epoch would not be e
 CONTRACT = (
     Owner("keras:Model").attribute("_compile_metrics", *MERGED),
     Owner("keras:Model").method(
-        "_symbolic_build(data_batch)",
-        "to make metrics before the first step is traced",
-        "TensorFlow would trace the first step twice",
+        "_symbolic_build(iterator, data_batch)",
+        "to make metrics before the first step is traced, and before workers read data",
+        "TensorFlow would trace the first step twice, others repeat batches of workers",
         on_use=True,
     ),
     METRIC.attribute("_metrics", *MERGED),
