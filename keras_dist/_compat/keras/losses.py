@@ -229,11 +229,13 @@ def _measured(
     number, is_count = _denominator(values, weights, mask, reduction, y_pred)
     is_count = is_count and shapes_tell(loss, values, y_true, y_pred)
     has_rows = is_count and is_of_rows(values, outputs)
-    name = loss.name if calls and is_of_whole_batch(loss, values) else ""
+    is_number = not len(getattr(values, "shape", ()))
+    # Keras multiplies one number for a batch by the mean of its weights.
+    is_product = is_number and weights is not None
+    name = loss.name if calls and (is_product or is_of_whole_batch(loss, values)) else ""
     found = Measured(value, "mean", number, is_count, has_rows, name)
-    is_number = not len(getattr(values, "shape", ())) and weights is mask is None
     own = getattr(loss, "name", type(loss).__name__), loss, y_true, y_pred
-    return found._replace(number=own) if is_number and not name else found
+    return found._replace(number=own) if is_number and mask is None and not name else found
 
 
 def _denominator(

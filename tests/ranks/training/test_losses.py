@@ -8,7 +8,7 @@ import threading
 import keras
 import numpy as np
 import pytest
-from comparison import MeanPenalty
+from comparison import MeanPenalty, mean_of_squares
 from small_training import EAGER, agreed, assert_close, weights_of
 
 import keras_dist
@@ -326,8 +326,10 @@ def test_the_root_names_losses_that_compare_samples(caplog):
     each, whole = keras.losses.Dice(axis=-1, name="each"), keras.losses.Dice(name="whole")
     for loss in (each, whole, sum_of_squares, root_of_mean):
         distributed(of_rows(loss), **EAGER).train_on_batch(x, x[:, :1])
+    # Keras multiplies it by the mean of the weights.
+    distributed(of_rows(mean_of_squares), **EAGER).train_on_batch(x, x[:, :1], x[:, 0])
     warns = keras_dist.rank() == 0 and keras_dist.size() > 1
-    for name in ("whole", "root_of_mean"):
+    for name in ("whole", "root_of_mean", "mean_of_squares"):
         assert (f"the loss '{name}'" in caplog.text) == warns
     for name in ("each", "sum_of_squares"):
         assert f"the loss '{name}'" not in caplog.text
