@@ -21,12 +21,28 @@ from keras_dist._compat.keras.losses import Measured
 from keras_dist._compat.keras.metrics import function_of as function_of_metric
 from keras_dist.training.model_state import to_numpy
 
-ROWS, SIZE = 4, 3  # of a batch that is tried, and of its axes of unknown size
+# Outputs of the rows that are tried differ clearly, however many numbers a row has.
+LEVELS = np.array([0.15, 0.8, 0.3, 0.65, 0.45, 0.55], "float32")
+ROWS, SIZE = len(LEVELS), 3  # SIZE is that of axes of unknown size
 MOST_ELEMENTS = 2**18
 MEAN, SUM, NEITHER, ROWWISE = "mean", "sum", "neither", "a value for each row"
+# Targets that functions of users take for missing, or for padding.
+MISSING = 0.0, -1.0, -100.0, 255.0, math.nan
 
 # What is known of a loss or a metric: a step calls it each time.
 _known: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+
+
+def _tried(function: Callable[..., Any], make_rows: Callable[..., Any]) -> str | None:
+    """Returns what `_of_halves` does, `NEITHER` for a mean that leaves out missing targets."""
+    found = _of_halves(function, make_rows)
+    if found == MEAN:
+        # On a GPU, a class that there is not would be the end of its use by this process.
+        with keras.device("cpu:0"):
+            for missing in MISSING:
+                if _of_halves(function, functools.partial(make_rows, missing)) == NEITHER:
+                    return NEITHER
+    return found
 
 
 def _of_halves(function: Callable[..., Any], make_rows: Callable[[], Any]) -> str | None:
@@ -63,7 +79,7 @@ def as_tried(own: Measured) -> Measured:
     if found is None:
         with keras.StatelessScope(), _backends.active().eagerly():
             make_rows = functools.partial(_rows_like, *arguments)
-            found = _of_halves(function_of(loss), make_rows) or MEAN
+            found = _tried(function_of(loss), make_rows) or MEAN
         with contextlib.suppress(TypeError):
             _known[loss] = found
     if found == SUM:
@@ -75,17 +91,39 @@ def as_tried(own: Measured) -> Measured:
     return own
 
 
-def _rows_like(targets: Any, outputs: Any) -> list[Any]:
-    """Returns a few rows of the shapes and the dtypes of tensors."""
-    found: list[Any] = []
-    rng = np.random.default_rng(0)
+def _rows_like(targets: Any, outputs: Any, missing: float | None = None) -> list[Any]:
+    """Returns a few rows of the shapes and the dtypes of tensors; see `_tensors` for `missing`."""
+    shapes = []
     for like in (targets, outputs):
-        shape = (ROWS, *(SIZE if size is None else size for size in like.shape[1:]))
-        if math.prod(shape) > MOST_ELEMENTS:
-            raise ValueError(f"{shape} is too large to be tried")
-        drawn = rng.uniform(0.1, 0.9, shape) if found else rng.integers(0, 2, shape)
-        found.append(ops.convert_to_tensor(drawn.astype("float32"), like.dtype))
-    return found
+        shapes.append((ROWS, *(SIZE if size is None else size for size in like.shape[1:])))
+        if math.prod(shapes[-1]) > MOST_ELEMENTS:
+            raise ValueError(f"{shapes[-1]} is too large to be tried")
+    tensors = _tensors(_bits(shapes[0]).astype("float32"), _outputs(shapes[1]), missing)
+    return [
+        ops.cast(tensor, like.dtype)
+        for tensor, like in zip(tensors, (targets, outputs), strict=True)
+    ]
+
+
+def _bits(shape: tuple[int, ...]) -> np.ndarray:
+    return np.arange(math.prod(shape)).reshape(shape) % 2
+
+
+def _outputs(shape: tuple[int, ...]) -> np.ndarray:
+    """Returns outputs that may be numbers, logits and probabilities, from 0.1 to 0.9."""
+    noise = np.random.default_rng(0).uniform(-0.05, 0.05, shape)
+    outputs = LEVELS.reshape(-1, *(1 for _ in shape[1:])) + noise.astype("float32")
+    if shape[1:]:  # rows with other logits, too
+        outputs[..., 1:2] = 0.55 - outputs[..., 1:2] / 2
+    return outputs
+
+
+def _tensors(targets: np.ndarray, outputs: np.ndarray, missing: float | None = None) -> list[Any]:
+    """Returns targets and outputs; with `missing`, targets are ones of which some miss."""
+    if missing is not None:
+        targets = np.ones_like(targets)
+        targets[[0, 1, 3]] = missing  # other numbers of rows than ones in each half
+    return [ops.convert_to_tensor(drawn) for drawn in (targets, outputs)]
 
 
 def averages_no_means(metric: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -107,7 +145,7 @@ def _tried_on_kinds(function: Callable[..., Any], shapes: Sequence[tuple[int, ..
     for pair in _targets_and_outputs(shapes):
         if tried and pair[0].shape != pair[1].shape:
             break  # a class for each sample would be broadcast
-        found = _of_halves(function, functools.partial(tuple, pair))
+        found = _tried(function, functools.partial(_tensors, *pair))
         if found == ROWWISE:
             return ROWWISE
         if found is not None:
@@ -115,17 +153,17 @@ def _tried_on_kinds(function: Callable[..., Any], shapes: Sequence[tuple[int, ..
     return MEAN if all(each == MEAN for each in tried) else NEITHER
 
 
-def _targets_and_outputs(shapes: Iterable[tuple[int, ...]]) -> Iterator[tuple[Any, Any]]:
+def _targets_and_outputs(
+    shapes: Iterable[tuple[int, ...]],
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields targets and outputs of a few samples: numbers, bits, and classes."""
     rng = np.random.default_rng(0)
     small = [shape for shape in shapes if math.prod(shape) <= MOST_ELEMENTS]
-    outputs = [
-        rng.random((ROWS, *shape), np.float32) for shape in dict.fromkeys([*small, (1,), (3,)])
-    ]
+    outputs = [_outputs((ROWS, *shape)) for shape in dict.fromkeys([*small, (1,), (3,)])]
     for draw in (
         lambda like: rng.normal(0, 3, like.shape).astype(np.float32),
-        lambda like: rng.integers(0, 2, like.shape).astype(np.float32),
-        lambda like: rng.integers(0, 2, len(like)),
+        lambda like: _bits(like.shape).astype(np.float32),
+        lambda like: _bits(like.shape[:1]),
     ):
         for each in outputs:
-            yield ops.convert_to_tensor(draw(each)), ops.convert_to_tensor(each)
+            yield draw(each), each

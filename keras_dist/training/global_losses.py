@@ -154,10 +154,12 @@ def _warn_of_whole_batch(name: str) -> None:
     """Warns once that a loss is not that of one process. Not a collective operation."""
     runtime.notify(
         "a loss that is a mean or a sum over the samples of a batch",
-        f"the loss {name!r}, which compares the samples of the batch of a rank with each other, or "
-        "is a function of their mean, such as a root",
-        "Return one number for each sample, by axis= of Dice and Tversky. Ignore this warning if "
-        "batches of the size of a rank are what you want; the ranks are averaged.",
+        f"the loss {name!r}, which compares the samples of the batch of a rank with each other, is "
+        "a function of their mean, such as a root, a mean without targets that are missing, or one "
+        "number, which Keras multiplies by the mean of the weights",
+        "Return one number for each sample, by axis= of Dice and Tversky, and give those that do "
+        "not count a sample_weight of 0. Ignore this warning if batches of the size of a rank are "
+        "what you want; the ranks are averaged.",
     )
 
 

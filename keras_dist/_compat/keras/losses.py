@@ -23,7 +23,7 @@ class Measured(NamedTuple):
     Args:
         is_count: whether shapes alone determine the denominator.
         of_whole_batch: the name of the loss if it compares the samples of a batch with each other,
-            so that it is no mean over the batches of the ranks.
+            or is one number beside weights, so that it is no mean over the batches of the ranks.
         number: of a loss that returns one number: its name, itself and what it was called with.
         counts_once: whether Keras records the value without the number of rows, as where
             TensorFlow does not know it in advance.

@@ -1,0 +1,81 @@
+"""What functions that return one number for a batch are found to be."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from keras_dist._compat.keras.losses import Measured
+from keras_dist.training.batch_trials import as_tried, averages_no_means
+
+
+def error(y_true, y_pred):
+    return ops.square(ops.cast(y_true, y_pred.dtype) - y_pred)
+
+
+def mean_where(counts, values):
+    counts = ops.cast(counts, values.dtype)
+    return ops.sum(ops.where(counts > 0, values, 0.0)) / ops.maximum(ops.sum(counts), 1.0)
+
+
+def cross_entropy(y_true, y_pred):
+    return keras.losses.sparse_categorical_crossentropy(ops.maximum(y_true, 0), y_pred)
+
+
+MEANS = {
+    "squares": lambda y, p: ops.mean(error(y, p)),
+    "cases": lambda y, p: ops.mean(ops.where(y > p, error(y, p), 2 * error(y, p))),
+    "labels of -1 or 0": lambda y, p: ops.mean(keras.losses.hinge(y, p)),
+    "logarithms": lambda y, p: ops.mean(keras.losses.binary_crossentropy(y, p)),
+}
+OTHERS = {
+    "a root": lambda y, p: ops.sqrt(ops.mean(error(y, p))),
+    "without -1": lambda y, p: mean_where(ops.not_equal(y, -1), error(y, p)),
+    "without -100": lambda y, p: mean_where(ops.not_equal(y, -100), error(y, p)),
+    "without 255": lambda y, p: mean_where(ops.not_equal(y, 255), error(y, p)),
+    "without zeros": lambda y, p: mean_where(ops.not_equal(y, 0), error(y, p)),
+    "without NaN": lambda y, p: mean_where(ops.logical_not(ops.isnan(y)), error(y, p)),
+}
+OF_CLASSES = {
+    "classes": (lambda y, p: ops.mean(cross_entropy(y, p)), False),
+    "classes without -1": (
+        lambda y, p: mean_where(ops.not_equal(y, -1), cross_entropy(y, p)),
+        True,
+    ),
+}
+
+
+def is_named_as_loss(function, y_true, y_pred):
+    own = "name", function, y_true, y_pred
+    found = as_tried(Measured(ops.ones(()), "mean", 4.0, True, True, number=own))
+    return bool(found.of_whole_batch)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1), (4, 3), (4, 5, 2), (4, 90, 200)])
+@pytest.mark.parametrize("name", [*MEANS, *OTHERS])
+def test_losses(name, shape):
+    values = ops.zeros(shape)
+    assert is_named_as_loss((MEANS | OTHERS)[name], values, values) == (name in OTHERS)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 90)])
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_losses_of_classes(name, shape):
+    function, is_named = OF_CLASSES[name]
+    classes, outputs = ops.zeros(shape, "int32"), ops.zeros((*shape, 5))
+    assert is_named_as_loss(function, classes, outputs) == is_named
+
+
+def test_a_sum_over_samples_is_a_sum():
+    values, function = ops.zeros((4, 3)), lambda y, p: ops.sum(error(y, p))
+    own = "name", function, values, values
+    found = as_tried(Measured(ops.ones(()), "mean", 4.0, True, True, number=own))
+    assert (found.reduction, found.of_whole_batch) == ("sum", "")
+
+
+@pytest.mark.parametrize("name", [*MEANS, *OTHERS, *OF_CLASSES])
+def test_metrics(name):
+    function, expected = OF_CLASSES.get(name) or ((MEANS | OTHERS)[name], name in OTHERS)
+    metric = keras.metrics.MeanMetricWrapper(function)
+    assert averages_no_means(metric, [(5,)]) == expected
+    assert np.isfinite(float(metric.result()))
