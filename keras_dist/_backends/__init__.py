@@ -159,7 +159,7 @@ class Backend(Protocol):
         return list(tensors)
 
     def after_host_calls(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns tensors for a branch that follows all host calls so far; by default it does."""
+        """Returns tensors for a branch that is follow all host calls so far, as by default."""
         return list(tensors)
 
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -1,8 +1,9 @@
 """The TensorFlow backend: host functions in the graph (`tensorflow_host`).
 
 The arguments of a host function are views of TensorFlow's memory. The functions are stateful
-operations, so a graph runs them in program order, the same on every rank. XLA cannot compile them;
-`tensorflow_step` compiles the operations around them.
+operations, so a graph runs them in program order, the same on every rank, except for those in
+branches: see `after_host_calls`. XLA cannot compile them; `tensorflow_step` compiles the operations
+around them.
 """
 
 import contextlib

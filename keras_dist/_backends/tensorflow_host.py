@@ -213,18 +213,19 @@ def _call(
 
 
 def after_host_calls(tensors: Sequence[Any]) -> list[Any]:
-    """Returns tensors that a graph computes only after its host calls so far.
+    """Returns tensors that a graph computes after all of them, and after its host calls so far.
 
-    A graph runs host calls in program order, but a branch that updates variables, which is a single
-    operation, in the order of other uses of these variables.
+    A graph runs host calls in program order. A branch that updates variables is one operation,
+    which TensorFlow orders among uses of these variables only. Calls in other graphs, such as that
+    of a function, come before the tensors that they lead to.
     """
     if tf.executing_eagerly():
         return list(tensors)
-    last = getattr(tf.compat.v1.get_default_graph(), LAST, None)
-    if last is None:
-        return list(tensors)
     present = {at: tensor for at, tensor in enumerate(tensors) if tensor is not None}
-    with tf.control_dependencies([last]):
+    earlier = tf.nest.flatten(present, expand_composites=True)
+    if (last := getattr(tf.compat.v1.get_default_graph(), LAST, None)) is not None:
+        earlier.append(last)
+    with tf.control_dependencies(earlier):
         later = tf.nest.map_structure(tf.identity, present, expand_composites=True)
     return [later.get(at) for at in range(len(tensors))]
 
