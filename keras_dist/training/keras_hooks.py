@@ -5,7 +5,6 @@ is made, for all models of this process: in the classes that define them, so tha
 no `keras.Model` train alike.
 """
 
-import contextlib
 import functools
 import inspect
 import operator
@@ -14,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import _engine, runtime
+from keras_dist import _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import model_of
 from keras_dist._compat.keras.metrics import build_from
 from keras_dist._compat.keras.models import LOGS
@@ -141,9 +140,12 @@ def _build_before_workers(model: Any, data: Any) -> None:
     """
     is_read = keras.config.backend() != "tensorflow" and epochs.is_sharded(data)
     if is_read and isinstance(data, keras.utils.PyDataset) and epochs.has_workers(data):
-        # Keras itself fails with its error.
-        with contextlib.suppress(Exception):
+        try:
             build_from(model, data)
+        except errors.KerasDistError:  # a part of the model communicates
+            raise
+        except Exception:  # Keras itself fails with its error
+            return
 
 
 def _train_on_batch(method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

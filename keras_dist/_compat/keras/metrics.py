@@ -1,5 +1,6 @@
 """Names of Keras: metrics."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -29,7 +30,12 @@ def build_metrics(model: Any, batch: Any) -> None:
 
 def build_from(model: Any, data: Any) -> None:
     """Makes what a fit or an evaluation makes from a batch of data, which is read if need be."""
-    model._symbolic_build(iterator=((0, 0, [data[place]]) for place in (0,)))
+
+    def first() -> Iterator[Any]:
+        data.on_epoch_begin()  # Keras calls the hook at the end of an epoch before the first one
+        yield 0, 0, [data[0]]
+
+    model._symbolic_build(iterator=first())
 
 
 def metrics_inside(metric: Any) -> list[Any]:
