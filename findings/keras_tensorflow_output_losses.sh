@@ -32,7 +32,8 @@ EOF
 
 of() {
     KERAS_HOME="$folder" KERAS_BACKEND=$1 TF_CPP_MIN_LOG_LEVEL=3 CUDA_VISIBLE_DEVICES="" \
-        "$folder/venv/bin/python" "$folder/losses.py" 2>/dev/null
+        "$folder/venv/bin/python" "$folder/losses.py" 2>"$folder/errors" ||
+        { cat "$folder/errors" >&2 && return 1; }
 }
 
 tensorflow=$(of tensorflow)
