@@ -23,7 +23,12 @@ from keras_dist.training.rank_exchanges import allgather_object
 
 OPERATION = "the begin of fit with the callbacks of keras_dist"
 # The attribute of each callback of Keras with the path that it writes to, on every rank.
-PATHS = {"BackupAndRestore": "backup_dir", "CSVLogger": "filename", "ModelCheckpoint": "filepath"}
+PATHS = {
+    "BackupAndRestore": "backup_dir",
+    "CSVLogger": "filename",
+    "ModelCheckpoint": "filepath",
+    "TensorBoard": "log_dir",
+}
 SAME_CALLBACKS = (
     "Pass the callbacks of keras_dist on every rank. Wrap a callback for the root only in "
     "keras_dist.callbacks.RootOnly. Callbacks of Keras may be passed on some ranks only."

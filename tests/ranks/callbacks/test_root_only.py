@@ -82,12 +82,17 @@ def test_the_root_names_files_that_several_ranks_write(shared_tmp_path, caplog, 
     assert "model.keras" not in caplog.text and "root.csv" not in caplog.text
 
 
-def test_tensorboard_is_written_once(shared_tmp_path):
+def test_tensorboard_is_written_once(shared_tmp_path, caplog):
     board = keras.callbacks.TensorBoard(str(shared_tmp_path))
     fit(RootOnly(board), epochs=3, validation_data=make_data(4))
     keras_dist.barrier()
     paths = sorted(shared_tmp_path.rglob("events.out.tfevents.*"))
     assert [path.parent.name for path in paths] == ["train", "validation"]
+    assert not caplog.text
+    path = shared_tmp_path / "of all"
+    fit(keras.callbacks.TensorBoard(str(path)))
+    warns = keras_dist.size() > 1 and keras_dist.rank() == 0
+    assert (f"TensorBoard of {path}, on several ranks" in caplog.text) == warns
     files = {path.parent.name: path for path in paths}
     assert steps_of("epoch_loss", files["train"]) == [0, 1, 2]
     assert steps_of("evaluation_loss_vs_iterations", files["validation"]) != []
