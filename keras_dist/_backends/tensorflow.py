@@ -8,6 +8,7 @@ around them.
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from keras_dist._backends.tensorflow_host import (
     as_array,
     differentiable,
     engine_arrays,
+    follow,
     on_host,
     to_tensor,
     uses_gpu,
@@ -248,7 +250,8 @@ class TensorFlow(Steps):
             work()
             return tf.constant(0)
 
-        tf.cond(condition, taken, lambda: tf.constant(0))
+        [condition] = after_host_calls([condition])
+        follow(tf.cond(condition, taken, lambda: tf.constant(0)))
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
         with tf.control_dependencies([earlier]):
@@ -256,6 +259,10 @@ class TensorFlow(Steps):
 
     def after_host_calls(self, tensors: Sequence[Any]) -> list[Any]:
         return after_host_calls(tensors)
+
+    def before_host_calls(self, variables: Sequence[Any]) -> None:
+        smallest = min(variables, key=lambda variable: math.prod(variable.shape))
+        follow(tf.identity(smallest.value))  # a use of it, which follows those so far
 
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return [_sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]

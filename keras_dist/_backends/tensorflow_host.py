@@ -130,7 +130,7 @@ def _address_of(tensor: Any) -> int:
 
 # XLA shows the name in the error about an operation that it cannot compile.
 NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
-# The attribute of a graph with a result of its last host call.
+# The attribute of a graph with a tensor that its next host call has to follow.
 LAST = "keras_dist_last_call"
 # Bytes of a cache line: TensorFlow splits without a copy only at its boundaries.
 LINE = 64
@@ -200,16 +200,30 @@ def _call(
     dtypes: Sequence[Any],
     place: Any = tf.numpy_function,
 ) -> list[Any]:
-    outputs = place(function, tensors, dtypes, name=NODE)
+    with tf.control_dependencies(_followed()):
+        outputs = place(function, tensors, dtypes, name=NODE)
     if not dtypes:
         return []
     # An eager call returns a single output without a list.
     results = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
-    if not tf.executing_eagerly():
-        setattr(tf.compat.v1.get_default_graph(), LAST, results[0])
+    follow(results[0])
     return results
+
+
+def follow(tensor: Any) -> None:
+    """Makes later host calls of a graph follow a tensor."""
+    if not tf.executing_eagerly():
+        setattr(tf.compat.v1.get_default_graph(), LAST, tensor)
+
+
+def _followed() -> list[Any]:
+    """Returns what the next host call of a graph has to follow."""
+    if tf.executing_eagerly():
+        return []
+    last = getattr(tf.compat.v1.get_default_graph(), LAST, None)
+    return [] if last is None else [last]
 
 
 def after_host_calls(tensors: Sequence[Any]) -> list[Any]:
@@ -223,9 +237,7 @@ def after_host_calls(tensors: Sequence[Any]) -> list[Any]:
         return list(tensors)
     present = {at: tensor for at, tensor in enumerate(tensors) if tensor is not None}
     earlier = tf.nest.flatten(present, expand_composites=True)
-    if (last := getattr(tf.compat.v1.get_default_graph(), LAST, None)) is not None:
-        earlier.append(last)
-    with tf.control_dependencies(earlier):
+    with tf.control_dependencies([*earlier, *_followed()]):
         later = tf.nest.map_structure(tf.identity, present, expand_composites=True)
     return [later.get(at) for at in range(len(tensors))]
 

@@ -186,6 +186,8 @@ class _Distributed(UpdateHook, KeepsOptions):
         def update_with(ready: Any, variables: Any) -> Any:
             again = [variables] if given else []
             updated = plain(self._prepared(ready, variables), *again, *rest, **options)
+            if branched := accumulators([self, *optimizers_inside(self)]):
+                _backends.active().before_host_calls(branched)  # Keras has updated in a branch
             if self._keras_dist.communicator() is not None:
                 state = self.variables  # type: ignore[attr-defined]
                 _backends.active().end_update(ready, variables, state)

@@ -423,3 +423,22 @@ def test_an_optimizer_refuses_gradients_of_a_distributed_tape(options, eagerly):
         before = model.get_weights()
         tf.function(step)(lambda tape: tape)
         assert np.any(before[0] != model.get_weights()[0])
+
+
+def test_operations_follow_an_update_of_accumulated_gradients():
+    layers = [keras.layers.Dense(8) for _ in range(3)]
+    model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+    x = np.random.default_rng(RANK).standard_normal((8, 3)).astype("float32")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - x[:, :1]) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return [hvd.allreduce(tf.constant(RANK + 1.0) * number) for number in range(3)]
+
+    for _ in range(6):  # an operation before the update is an error of ranks that differ
+        np.testing.assert_allclose(step(), [0.0, MEAN + 1, 2 * (MEAN + 1)])
+    for weight in model.get_weights():
+        np.testing.assert_array_equal(hvd.broadcast(weight, 0), weight)
