@@ -182,6 +182,29 @@ def test_a_fit_waits_for_the_checkpoint_of_one_that_has_raised(directory, monkey
     assert fit(make(), ShardedCheckpoint(directory), epochs=3) == [2]
 
 
+def test_a_failure_after_the_manifest_loses_nothing(directory, monkeypatch, caplog):
+    flush, flushed = os.fsync, []
+
+    def flush_or_fail(handle):
+        if threading.current_thread().name == "keras_dist checkpoint":
+            flushed.append(handle)
+            if len(flushed) == 4:  # part, its directory, manifest, its directory
+                raise PermissionError(13, "Permission denied")  # an error that may not pass
+        flush(handle)
+
+    if keras_dist.rank() == 0:
+        monkeypatch.setattr(os, "fsync", flush_or_fail)
+    model = make()
+    fit(model, ShardedCheckpoint(directory))
+    said = [text for text in caplog.messages if "Permission denied" in text]
+    assert len(said) == (keras_dist.rank() == 0)
+    assert all("to write the manifest" in t and "is whole and stays" in t for t in said)
+    keras_dist.barrier()
+    other = make()
+    assert keras_dist.checkpoints.load(other, directory) == 1
+    assert everything_of(other) == everything_of(model)
+
+
 def test_arrays_that_one_rank_cannot_read_are_an_error_on_every_rank(directory, monkeypatch):
     fit(make(), ShardedCheckpoint(directory))
     keras_dist.barrier()
