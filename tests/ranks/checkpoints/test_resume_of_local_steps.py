@@ -93,7 +93,9 @@ class Preempted(keras.callbacks.Callback):
             time.sleep(0.5)  # for the thread that hears it
 
 
-@pytest.mark.parametrize("streaming", [{}, STREAMING])
+@pytest.mark.parametrize(
+    "streaming", [{}, pytest.param(STREAMING, marks=pytest.mark.jobs("jax-2"))]
+)
 def test_a_signal_within_a_round_is_resumed_to_the_bit(shared_tmp_path, streaming):
     folder, preempted = shared_tmp_path / "interrupted", Preempted()
     how = {"steps": 4, "epochs": 3, "streaming": streaming}

@@ -1,5 +1,7 @@
 """`DistributedOptimizer(local_steps=...)`: steps of each rank, averages at the ends of rounds."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -111,7 +113,7 @@ def test_a_round_takes_its_steps_without_communication(shared_tmp_path):
     assert agreed([w.tobytes() for w in weights_of(model)])
 
 
-@on_tensorflow_as_well
+@on_each_backend
 def test_accumulated_batches_are_one_step():
     optimizer = Adam(0.01, gradient_accumulation_steps=2)
     model = make(local(optimizer, 3, outer=None))
@@ -239,10 +241,17 @@ def test_a_stop_on_one_rank_takes_effect_where_the_last_fragment_is_due(kind):
     keras_dist.verify_replicas(model)
 
 
+everywhere = "late averages", "continue", 3
+
+
 @pytest.mark.jobs("torch-3")
-@pytest.mark.parametrize("others", [3, 6])
-@pytest.mark.parametrize("uneven", ["continue", "stop"])
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize(
+    ("kind", "uneven", "others"),
+    [
+        pytest.param(*case, marks=[on_each_backend, in_gpu_memory] if case == everywhere else [])
+        for case in itertools.product(STREAMS, ("continue", "stop"), (3, 6))
+    ],
+)
 def test_ranks_out_of_data_have_the_weights_of_the_others(kind, uneven, others):
     model = make(local(SGD(0.1), **STREAMS[kind]))
     x, y = data_of(keras_dist.rank())
@@ -252,6 +261,7 @@ def test_ranks_out_of_data_have_the_weights_of_the_others(kind, uneven, others):
     keras_dist.verify_replicas(model)
 
 
+@pytest.mark.jobs("jax-2")
 def test_metrics_are_those_of_all_samples():
     model = make(local(SGD(0.0), 3), metrics=["accuracy"])
     logs = fit(model, validation_data=data_of(keras_dist.rank())).history
