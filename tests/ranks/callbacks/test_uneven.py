@@ -308,6 +308,7 @@ def test_generators_of_unknown_length_under_adam():
     )
 
 
+@of_graphs
 def test_all_stop_when_the_first_is_out_of_data():
     model, counts = model_of(), counts_of("many more on the first")
     shortest = [min(counts)] * len(counts)
