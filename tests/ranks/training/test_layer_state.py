@@ -107,6 +107,7 @@ def test_constants_follow_the_broadcast_into_steps_that_were_traced():
         assert model.evaluate(DATA, expected, verbose=0) < 1e-6
 
 
+@on_each_backend
 @on_several
 def test_a_model_that_fit_builds_gets_the_constants_of_the_root():
     class Normalizing(keras.Model):

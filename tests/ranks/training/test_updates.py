@@ -63,6 +63,7 @@ def test_an_overridden_apply_receives_reduced_gradients(kind):
     assert_close(weights_of(ours), weights_of(plain))
 
 
+@on_each_backend
 def test_an_overridden_apply_reduces_once_also_under_a_loss_scale(monkeypatch):
     calls = []
     reduced = keras_dist.training.gradient_reduction.GradientReduction.__call__
