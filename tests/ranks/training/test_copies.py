@@ -192,6 +192,8 @@ def test_variables_and_layers_of_the_options_are_found_in_the_copy(tmp_path):
         assert mine.local_layers == (hidden,)
         assert [variable is output.kernel for variable in mine.registered] == [True]
         assert mine.options.groups[0][0] is output.bias
+    without = keras_dist.load_model(tmp_path / "model.keras", groups=None)
+    assert without.optimizer._keras_dist.options.groups == ()
 
 
 def test_a_copy_in_a_loop_of_its_own():
