@@ -54,6 +54,11 @@ def shuffled_before(count, **options):
     return numbers(count).shuffle(9, **options).map(lambda number: number)
 
 
+def shuffled_within(count, seed):
+    """Numbers that a function of the pipeline shuffles, in parts."""
+    return numbers(count).interleave(lambda end: numbers(end).shuffle(3, seed=seed))
+
+
 # --- Files
 
 
@@ -240,6 +245,7 @@ DIFFERENCES = [
     ("seed", lambda rank: shard(np.arange(50), 2, seed=rank)),
     ("the kind of data", lambda rank: shard(np.arange(50) if rank else numbers(50), 2)),
     ("the seeds of its shuffles", lambda rank: shard(shuffled_before(50, seed=rank), 2)),
+    ("the seeds of its shuffles", lambda rank: shard(shuffled_within(50, rank), 2, steps=3)),
     ("the number of samples", lambda rank: shard(range(50 + rank), 2)),
     ("the number of its elements", lambda rank: shard(lambda: iter(range(50 + rank)), 2)),
     ("shuffle", lambda rank: shard(range(50), 2, shuffle="global" if rank else True)),

@@ -76,12 +76,9 @@ def test_an_epoch_of_fewer_steps_reads_on_where_the_one_before_ended(kind, shuff
         assert found.ravel() == pytest.approx(halves * 2)
 
 
-def stream():
-    def elements():
-        for number in np.arange(TOTAL, dtype="float32")[:, None]:
-            yield number, number
-
-    return shard(elements, BATCH)
+def pairs(count=TOTAL):
+    for number in np.arange(count, dtype="float32")[:, None]:
+        yield number, number
 
 
 LOOPED = {
@@ -91,7 +88,8 @@ LOOPED = {
     ),
     "PyDataset": lambda: shard(Numbered()),
     "prefetched": lambda: keras_dist.data.prefetch(arrays()),
-    "stream": stream,
+    "stream": lambda: shard(pairs, BATCH),
+    "iterator": lambda: shard(pairs(2 * TOTAL), BATCH, steps=2),  # each epoch reads on
 }
 
 
