@@ -97,8 +97,8 @@ JOBS = {
         2, hidden="sklearn", short=f"(parity or exactness) and {NOT_SLOW} and not long"
     ),
     "tensorflow-3": Job(3),
-    # Four ranks: Adasum, disjoint process sets, and more orders of names. torch
-    # traces nothing; its custom loops represent those of the other backends.
+    # Four ranks: Adasum in two rounds, and disjoint process sets of several ranks. torch traces
+    # nothing; its custom loops represent those of the other backends.
     "torch-4": Job(4, "torch"),
     "nodes-2x2": nodes(4, 2),
     "nodes-2+1": nodes(3, 2),
@@ -112,8 +112,8 @@ JOBS = {
     "double-jax-2": double(2, "jax", slow=True),
     "double-torch-2": double(2, "torch", slow=True),
     "double-torch-3": double(3, "torch", slow=False),
-    # Training is independent of the MPI library. Resuming uses files and the collectives of the
-    # tests of checkpoints and the engine.
+    # Training and resuming call the same operations with every MPI library: with this one run the
+    # tests of the engine, process sets and copies in memory, and a fit with each optimizer.
     "openmpi-3": Job(3, library="openmpi"),
     "training-double-torch-2": double(2, "torch", slow=False),
 }
