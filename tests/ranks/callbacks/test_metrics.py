@@ -140,7 +140,6 @@ def test_no_metric_of_keras_is_left_out():
     assert names <= {*BINARY, *CATEGORICAL, *SPARSE, *REGRESSION, *OTHERS}
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="Keras fails on metrics of layers")
 def test_metrics_of_outputs_of_layers_and_of_the_model_are_exact():
     class Watched(keras.layers.Layer):
         def __init__(self):
@@ -167,7 +166,6 @@ def test_metrics_of_outputs_of_layers_and_of_the_model_are_exact():
         {"a": "mse", "b": "mae"},
         metrics={"a": ["mae", keras.metrics.R2Score(name="r2")], "b": ["mse"]},
         weighted_metrics={"a": ["mse"], "b": [keras.metrics.RootMeanSquaredError(name="rmse")]},
-        run_eagerly=BACKEND == "tensorflow",
     )
     x, y = data_of(REGRESSION)
     weights = np.linspace(0.0, 2.0, SAMPLES, dtype="float32")
@@ -401,10 +399,9 @@ class OfBatches(Own):
 def test_ranks_have_parts_of_the_batches_that_a_metric_counts():
     size = keras_dist.size()
     y = np.arange(8 * size * CLASSES, dtype="float32").reshape(8 * size, CLASSES)
-    options = {"run_eagerly": BACKEND == "tensorflow"}
-    expected = logs_of_batches(compiled([OfBatches()], **options), y, 4 * size, [])
+    expected = logs_of_batches(compiled([OfBatches()]), y, 4 * size, [])
     mine = y[keras_dist.rank() :: size]
-    found = logs_of_batches(compiled([OfBatches()], **options), mine, 4, [MetricAverageCallback()])
+    found = logs_of_batches(compiled([OfBatches()]), mine, 4, [MetricAverageCallback()])
     assert expected["batches"] == 2
     assert_exact(values_of(found), values_of(expected))
 
@@ -615,8 +612,6 @@ def test_a_function_that_communicates_is_tried_on_all_ranks():
 
     y = np.full((4, CLASSES), 1.0 + keras_dist.rank(), "float32")
     model = compiled([everywhere], run_eagerly=True)
-    if BACKEND == "jax":
-        pytest.skip("Keras on JAX traces metrics")
     found = model.evaluate(
         y, 0 * y, verbose=0, return_dict=True, callbacks=[MetricAverageCallback()]
     )

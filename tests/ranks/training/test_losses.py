@@ -274,7 +274,6 @@ class OfPositiveTargets(keras.losses.Loss):
 
 
 @on_tensorflow
-@pytest.mark.skipif(backend == "jax", reason="on JAX, a step does not keep variables of a loss")
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_step_calls_each_loss_once(eager):
     count = keras.Variable(0.0, trainable=False)
@@ -291,7 +290,6 @@ def test_a_step_calls_each_loss_once(eager):
 
 
 @on_tensorflow
-@pytest.mark.skipif(backend == "jax", reason="on JAX, values do not determine shapes")
 @pytest.mark.parametrize("loss", [of_positive_targets, OfPositiveTargets()])
 @pytest.mark.parametrize("eager", [False, True])
 def test_elements_that_a_loss_leaves_out_do_not_count(loss, eager):
@@ -479,7 +477,6 @@ def test_equal_batches_exchange_nothing(monkeypatch):
 
 @pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("is_part", [False, True])
-@pytest.mark.skipif(backend != "torch", reason="other steps cannot run one of another model")
 def test_other_models_keep_their_losses_during_a_step(in_thread, is_part):
     x = np.random.default_rng(keras_dist.rank()).standard_normal((8, TOKENS)).astype("float32")
     other, compiled = of_rows(keras.losses.MeanSquaredError(reduction="sum"))

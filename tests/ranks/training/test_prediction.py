@@ -86,7 +86,6 @@ def test_predictions_of_all_kinds_of_data_are_those_of_one_process(model):
             check(keras_dist.predict(model, made(total), verbose=0, **size), expected)
 
 
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="a loader of torch")
 def test_predictions_for_a_loader_of_torch(model):
     for total in TOTALS:
         received = keras_dist.predict(model, loader(total), verbose=0)

@@ -291,7 +291,6 @@ def test_seeds_are_separate_where_other_frameworks_are_hidden(monkeypatch):
     fit(model)
 
 
-@pytest.mark.skipif(BACKEND != "torch", reason="tests data sets of torch")
 def test_a_sampler_of_torch_draws_the_same_order_on_all_ranks_in_fit():
     import torch
 
