@@ -54,3 +54,11 @@ def test_late_optimizers_and_random_numbers_go_on(launch, tmp_path):
     assert "Restart 1 of 1" in printed
     assert "a backup does not keep" not in printed
     assert printed.count("the weights of an uninterrupted fit") == 2
+
+
+def test_sharded_state_goes_on_after_a_death_on_another_number_of_ranks(job, tmp_path):
+    words = "restored.py", "resharded", tmp_path / "backups"
+    job(2, *words, "ends", KERAS_BACKEND="jax").failed()  # which starts fastest
+    printed = job(3, *words, "goes on", KERAS_BACKEND="jax").succeeded()
+    assert printed.count("The backup was written by 2 ranks") == 2
+    assert printed.count("the weights of a fit with whole state") == 3
