@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -353,9 +354,9 @@ def run_everything(suite: Suite, is_short: bool) -> None:
 
     # Two cores are busy all the time: one rank needs one, and tests of one process another. Tests
     # on hosts wait for minutes, and faults for seconds, more than other jobs.
-    with beside(run_hosts), beside(run_alone_and_jobs):
+    with beside(suite, run_hosts), beside(suite, run_alone_and_jobs):
         suite.run_here("one process", *workers(2), "tests/house", "tests/unit", *marks)
-        faults = [*workers(3), *ONCE_MORE, "tests/faults", *table, *short]
+        faults = [*workers(2), *ONCE_MORE, "tests/faults", *table, *short]
         suite.run_here("faults", *faults, lean=True)
     for name, job in jobs.items():
         if job.ranks > 1 and time.time() < float(os.environ.get("SLOW_UNTIL", "inf")):
@@ -366,9 +367,20 @@ def run_everything(suite: Suite, is_short: bool) -> None:
 
 
 @contextlib.contextmanager
-def beside(call: Callable[[], object]) -> Iterator[None]:
-    """Calls a function in another thread during the context, and waits for its end."""
-    other = threading.Thread(target=call)
+def beside(suite: Suite, call: Callable[[], object]) -> Iterator[None]:
+    """Calls a function in another thread during the context, and waits for its end.
+
+    Its error is a failed part: a thread would lose it, and the status would be that of the others.
+    """
+
+    def call_or_fail() -> None:
+        try:
+            call()
+        except BaseException as error:  # sys.exit as well
+            traceback.print_exc()
+            suite.parts.append((call.__name__, f"FAILED ({type(error).__name__})", 0.0))
+
+    other = threading.Thread(target=call_or_fail)
     other.start()
     try:
         yield

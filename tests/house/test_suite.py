@@ -1,5 +1,6 @@
 """Where each test runs: the marks of tests/ranks, and what tests/suite.py makes of them."""
 
+import re
 import sys
 
 import pytest
@@ -51,6 +52,20 @@ def test_a_test_that_starts_jobs_gets_a_second_run(capsys, tmp_path):
     assert printed.endswith(f"{''.join(again)}3 passed, 1 failed\n")
     assert "\nthe first end\n" in printed
     assert "\nthe first call\n" in printed
+
+
+def test_an_error_beside_other_parts_is_a_failed_part(capsys):
+    def run_jobs():
+        sys.exit("no such job")
+
+    ran = suite.Suite([])
+    with suite.beside(ran, run_jobs):
+        ran.run("others", [sys.executable, "-c", "print('==== 1 passed in 1.0s')"], {})
+    assert ran.end() == 1
+    printed = capsys.readouterr()
+    assert "no such job" in printed.err
+    assert re.search(r"\nrun_jobs +FAILED \(SystemExit\)", printed.out)
+    assert printed.out.endswith("1 passed, 0 failed\n")
 
 
 def test_a_path_is_run_where_its_tests_belong(monkeypatch):
