@@ -44,6 +44,7 @@ print("has met all", flush=True)
 STAY = f"""{MEET}
 pathlib.Path(f"trains-{{rank}}").touch()
 time.sleep(600)
+print("trained", flush=True)
 """
 
 # Trains with a backup. With a file `slow` it trains until it is interrupted.
@@ -187,7 +188,7 @@ def script_of_the_page():
     return text.replace("-np 8", "-np 4").replace("\n\n", f"\n\n{ACTIVATE}\n", 1)
 
 
-def test_a_job_at_its_time_limit_is_requeued_and_resumes_to_the_bit(cluster, submit, tmp_path):
+def test_jobs_at_their_time_limit_are_requeued_and_end_alike(cluster, submit, tmp_path):
     script = tmp_path / "page.sh"
     script.write_text(script_of_the_page())
     interrupted = [
