@@ -75,3 +75,8 @@ def test_a_thread_naps_where_others_take_the_core(machine):
 
 def test_a_thread_that_moves_data_does_not_nap(machine):
     assert set(machine(poll=5e-5, switch=1e-4).wait(1000)) == {"yield"}
+
+
+def test_the_thread_of_a_queued_operation_does_not_nap_while_it_is_awaited(machine, monkeypatch):
+    monkeypatch.setattr(wait._pace, "is_awaited", lambda: True)
+    assert set(machine(switch=1e-4).wait(1000)) == {"yield"}

@@ -75,3 +75,10 @@ def test_nodes_send_what_is_simulated(plans, messages, nodes, nbytes):
         for (sender, receiver, _), sizes in messages.items()
         for size in sizes
     )
+
+
+def test_pieces_are_sent_one_after_the_other_and_two_are_under_way(plans):
+    plan = plans.plan_of(plans.Case("star", 25, 8, 1_000_000_000))
+    # A phase has the results of a piece, and the contributions to the one after the next.
+    assert [len(phase) for phase in plan] == [14] * (len(plan) - 2) + [7, 7]
+    assert all(sorted(m[0] for m in group) == [*range(8)] for phase in plan for group in phase)
