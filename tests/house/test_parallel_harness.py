@@ -100,15 +100,24 @@ def test_ranks_report_as_one(run_tests):
                 while True:
                     time.sleep(1)
 
-            @pytest.mark.limit(1)
+            @pytest.mark.limit(5)
             def test_one_rank_sleeps():
                 if rank == 1:
                     sleep_for_ever()
             """,
             [
                 *(f"[rank {n} of 2] test_it.py::test_one_rank_sleeps takes longer" for n in (0, 1)),
-                *("than 1 seconds", "in sleep_for_ever", "in exchange"),
+                *("than 5 seconds", "in sleep_for_ever", "in exchange"),
             ],
+        ),
+        (
+            """
+            @pytest.mark.limit(5)
+            def test_one_rank_leaves():
+                assert rank != 1, "left early"
+                MPI.COMM_WORLD.Barrier()
+            """,
+            ["[rank 1 of 2]", "AssertionError: left early", "in test_one_rank_leaves"],
         ),
         (
             """
@@ -153,7 +162,7 @@ def test_ranks_report_as_one(run_tests):
             ["[rank 1 of 2] The ranks have lost each other"],
         ),
     ],
-    ids="sleeps|holds the interpreter|other tests|an import fails|leaves".split("|"),
+    ids="sleeps|waits|holds the interpreter|other tests|an import fails|leaves".split("|"),
 )
 def test_a_job_whose_ranks_do_not_meet_ends_and_says_why(run_tests, source, printed):
     status, output = run_tests(source)
