@@ -55,7 +55,7 @@ def ready(monkeypatch):
 def test_a_restart_is_the_process_that_stands_by(ready, capfd, hosts):
     made, command, environment = ready(hosts=hosts)
     process = made.take(command, {**environment, "NEW": "1"})
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     words = ["1", "--standby", "2", "train.py"]
     assert capfd.readouterr().out == f"{words} {{'environment': {{'NEW': '1'}}}}\n"
 
@@ -66,7 +66,7 @@ def test_processes_that_fail_to_start_are_started_again(ready, monkeypatch, tmp_
     fails.touch()
     made, command, environment = ready(FAILS_ONCE=str(fails))
     assert not fails.exists()
-    assert made.take(command, environment).wait(10) == 0
+    assert made.take(command, environment).wait(60) == 0
 
 
 @pytest.mark.parametrize("case", ["another command", "a rank is missing", "none is started"])
