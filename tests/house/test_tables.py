@@ -4,6 +4,7 @@ import datetime
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,13 @@ def test_age_is_counted_in_releases_of_the_change_log(repository):
     assert behind("0123456789") == 2  # as after a rebase: by the date
     assert behind("0123456789", "2026-01-04T00:00+00:00") == 0
     assert behind("0123456789", "2025-01-01T00:00+00:00") is None
+
+
+def test_tables_are_listed():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "all"), "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(TABLES)

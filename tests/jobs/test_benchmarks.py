@@ -103,7 +103,7 @@ def test_messages(tmp_path):
 
 @pytest.mark.slow
 def test_the_proof_on_gpus_runs_small_without_one(tmp_path):
-    parts = ["torch loop", "one rank, jax", "values", "a rank is killed"]
+    parts = ["torch loop", "one rank, jax", "values", "no memory on one rank", "a rank is killed"]
     output = tmp_path / "table.md"
     job = run(
         [FOLDER.parent / "scripts" / "gpu-proof", "--output", output, "--only", *parts],
