@@ -6,6 +6,8 @@ It is tried on a few rows, apart from variables.
 import contextlib
 import functools
 import math
+import numbers
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,23 +28,60 @@ LEVELS = np.array([0.15, 0.8, 0.3, 0.65, 0.45, 0.55], "float32")
 ROWS, SIZE = len(LEVELS), 3  # SIZE is that of axes of unknown size
 MOST_ELEMENTS = 2**18
 MEAN, SUM, NEITHER, ROWWISE = "mean", "sum", "neither", "a value for each row"
-# Targets that functions of users take for missing, or for padding.
-MISSING = 0.0, -1.0, -100.0, 255.0, math.nan
+MOST_PARTS = 100  # of the code and the values of a function that are read
 
 # What is known of a loss or a metric: a step calls it each time.
 _known: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
 
-def _tried(function: Callable[..., Any], make_rows: Callable[..., Any]) -> str | None:
+def _tried(
+    function: Callable[..., Any], make_rows: Callable[..., Any], missing: Iterable[float]
+) -> str | None:
     """Returns what `_of_halves` does, `NEITHER` for a mean that leaves out missing targets."""
     found = _of_halves(function, make_rows)
     if found == MEAN:
-        # On a GPU, a class that there is not would be the end of its use by this process.
-        with keras.device("cpu:0"):
-            for missing in MISSING:
-                if _of_halves(function, functools.partial(make_rows, missing)) == NEITHER:
+        is_torch = keras.config.backend() == "torch"
+        # A class that there is not ends the use of a GPU by torch.
+        with keras.device("cpu:0") if is_torch else contextlib.nullcontext():
+            for value in missing:
+                if _of_halves(function, functools.partial(make_rows, value)) == NEITHER:
                     return NEITHER
     return found
+
+
+def _missing_targets(function: Any) -> list[float]:
+    """Returns what a function of the user may take for missing targets, by what it mentions.
+
+    These are 0, negative numbers, 255 and NaN: others are classes. A function is not called with
+    NaN for nothing, as it may keep a mean of its values.
+    """
+    found, parts, seen = set[float](), [function], set[int]()
+    while parts and len(seen) < MOST_PARTS:
+        part = parts.pop(0)
+        part = getattr(part, "__wrapped__", part) if callable(part) else part
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, numbers.Real):
+            found.add(float(part))
+        elif isinstance(part, functools.partial):
+            parts += [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(part, dict | list | tuple):
+            parts += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, types.FunctionType) and not is_part_of_keras(part):
+            code, known = part.__code__, part.__globals__
+            parts += [*code.co_consts, *(part.__defaults__ or ())]
+            cells = [cell for cell in part.__closure__ or () if cell != types.CellType()]
+            parts += [cell.cell_contents for cell in cells]
+            parts += [known[name] for name in code.co_names if name in known]
+            found |= {math.nan for name in code.co_names if "nan" in name or "finite" in name}
+        elif isinstance(part, types.CodeType):
+            parts += part.co_consts
+        elif isinstance(part, types.MethodType):
+            parts += [part.__func__, part.__self__]
+        elif isinstance(part, keras.losses.Loss):
+            parts += [type(part).call, *vars(part).values()]
+    return sorted(value for value in found if value <= 0 or value == 255 or math.isnan(value))
 
 
 def _of_halves(function: Callable[..., Any], make_rows: Callable[[], Any]) -> str | None:
@@ -58,10 +97,10 @@ def _of_halves(function: Callable[..., Any], make_rows: Callable[[], Any]) -> st
         )
         if whole.ndim:
             return ROWWISE
-        mean = np.mean(parts)
-        if not np.isfinite(whole) or math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6):
+        mean, tolerance = np.mean(parts), 2e-2 if whole.dtype.itemsize == 2 else 1e-3
+        if not np.isfinite(whole) or math.isclose(whole, mean, rel_tol=tolerance, abs_tol=1e-6):
             return MEAN
-        return SUM if math.isclose(whole, sum(parts), rel_tol=1e-3) else NEITHER
+        return SUM if math.isclose(whole, sum(parts), rel_tol=tolerance) else NEITHER
     except errors.KerasDistError:  # it communicates, and the ranks differ
         raise
     except Exception:  # of other people's code, for data that it was not made for
@@ -79,7 +118,8 @@ def as_tried(own: Measured) -> Measured:
     if found is None:
         with keras.StatelessScope(), _backends.active().eagerly():
             make_rows = functools.partial(_rows_like, *arguments)
-            found = _tried(function_of(loss), make_rows) or MEAN
+            missing = _missing_targets(loss)
+            found = _tried(function_of(loss), make_rows, missing) or MEAN
         with contextlib.suppress(TypeError):
             _known[loss] = found
     if found == SUM:
@@ -142,10 +182,11 @@ def averages_no_means(metric: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
 def _tried_on_kinds(function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> str:
     """Returns `MEAN` for a function that is a mean of halves for each kind of targets it takes."""
     tried: list[str] = []
+    missing = _missing_targets(function)
     for pair in _targets_and_outputs(shapes):
         if tried and pair[0].shape != pair[1].shape:
             break  # a class for each sample would be broadcast
-        found = _tried(function, functools.partial(_tensors, *pair))
+        found = _tried(function, functools.partial(_tensors, *pair), missing)
         if found == ROWWISE:
             return ROWWISE
         if found is not None:

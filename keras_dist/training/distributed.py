@@ -186,8 +186,7 @@ class _Distributed(UpdateHook, KeepsOptions):
         def update_with(ready: Any, variables: Any) -> Any:
             again = [variables] if given else []
             updated = plain(self._prepared(ready, variables), *again, *rest, **options)
-            if branched := accumulators([self, *optimizers_inside(self)]):
-                _backends.active().before_host_calls(branched)  # Keras has updated in a branch
+            self._keras_dist_end_branches()
             if self._keras_dist.communicator() is not None:
                 state = self.variables  # type: ignore[attr-defined]
                 _backends.active().end_update(ready, variables, state)
@@ -204,6 +203,11 @@ class _Distributed(UpdateHook, KeepsOptions):
         """Calls a function of gradients and variables, see `GradientReduction.with_missing`."""
         known = trained_by(self) if self.built else ()  # type: ignore[attr-defined]
         return self._keras_dist.with_missing(grads, variables, use, known)
+
+    def _keras_dist_end_branches(self) -> None:
+        """Lets host calls follow the branches in which Keras updates, where it accumulates."""
+        if branched := accumulators([self, *optimizers_inside(self)]):
+            _backends.active().before_host_calls(branched)
 
     def _keras_dist_before_update(self) -> None:
         check_reduced(self)
@@ -278,7 +282,10 @@ class _ReducingFirst(_Distributed):
             pairs = grads, variables
             if update.is_outermost:
                 pairs = self._with_missing(grads, variables, self._reduced_pairs)
-            return super().apply_gradients(list(zip(*pairs, strict=True)))  # type: ignore[misc]
+            updated = super().apply_gradients(list(zip(*pairs, strict=True)))  # type: ignore[misc]
+            if update.is_outermost:
+                self._keras_dist_end_branches()
+            return updated
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any

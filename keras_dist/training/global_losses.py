@@ -157,9 +157,10 @@ def _warn_of_whole_batch(name: str) -> None:
         f"the loss {name!r}, which compares the samples of the batch of a rank with each other, is "
         "a function of their mean, such as a root, a mean without targets that are missing, or one "
         "number, which Keras multiplies by the mean of the weights",
-        "Return one number for each sample, by axis= of Dice and Tversky, and give those that do "
-        "not count a sample_weight of 0. Ignore this warning if batches of the size of a rank are "
-        "what you want; the ranks are averaged.",
+        "Return one number for each sample, by axis= of Dice and Tversky; for those that are "
+        "missing, pass a sample_weight of 0 and reduction='mean_with_sample_weight'. Ignore this "
+        "warning if batches of the size of a rank are what you want, or if no target is missing; "
+        "the ranks are averaged.",
     )
 
 

@@ -1,5 +1,7 @@
 """What functions that return one number for a batch are found to be."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -64,6 +66,44 @@ def test_losses_of_classes(name, shape):
     function, is_named = OF_CLASSES[name]
     classes, outputs = ops.zeros(shape, "int32"), ops.zeros((*shape, 5))
     assert is_named_as_loss(function, classes, outputs) == is_named
+
+
+IGNORED = -1
+
+
+def of_a_global(y_true, y_pred):
+    return mean_where(ops.not_equal(y_true, IGNORED), error(y_true, y_pred))
+
+
+def of_an_argument(y_true, y_pred, ignored):
+    return mean_where(ops.not_equal(y_true, ignored), error(y_true, y_pred))
+
+
+class OfAnAttribute(keras.losses.Loss):
+    def __init__(self, ignored):
+        super().__init__()
+        self.ignored = ignored
+
+    def call(self, y_true, y_pred):
+        return of_an_argument(y_true, y_pred, self.ignored)
+
+
+@pytest.mark.parametrize(
+    "function", [of_a_global, functools.partial(of_an_argument, ignored=-1), OfAnAttribute(-1)]
+)
+def test_missing_targets_that_code_refers_to(function):
+    assert is_named_as_loss(function, ops.zeros((4, 1)), ops.zeros((4, 1)))
+
+
+def test_a_function_gets_no_targets_that_it_does_not_mention():
+    seen = []
+
+    def noted(y_true, y_pred):
+        seen.append(np.array(y_true))
+        return ops.mean(error(y_true, y_pred))
+
+    assert not is_named_as_loss(noted, ops.zeros((4, 1)), ops.zeros((4, 1)))
+    assert {0.0, 1.0} == set(np.concatenate(seen).ravel().tolist())
 
 
 def test_a_sum_over_samples_is_a_sum():
