@@ -11,7 +11,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist.data.array_dataset import InOrder
 from keras_dist.data.consistency import Compared
-from keras_dist.data.epochs import Epochs, kind_of
+from keras_dist.data.epochs import Epochs, awaits_steps, kind_of
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.nested import as_array, concatenated, leaves, mapped, stacked
 from keras_dist.data.partition import plan_round_robin
@@ -77,7 +77,7 @@ def _batch_size(options: ShardOptions) -> int | None:
 class StreamDataset(InOrder):
     """The batches of a rank from a stream.
 
-    Keras requests batches before an epoch begins, to infer their shapes. They are kept, and
+    Keras requests batches before the first epoch, to infer their shapes. They are kept, and
     returned again within the epoch.
     """
 
@@ -103,7 +103,8 @@ class StreamDataset(InOrder):
         return self._steps
 
     def __getitem__(self, index: int) -> Any:
-        in_epoch = self._positions is not None
+        # On JAX and torch, Keras begins an epoch of its own for the shapes of a fit.
+        in_epoch = self._positions is not None and not awaits_steps(self)
         position = self.position(index)
         with self._lock:
             if self._iterator is None or (position < self._read and position not in self._kept):
