@@ -118,15 +118,21 @@ class StreamDataset(InOrder):
         super()._end(advances)
         with self._lock:
             if self._read > len(self._kept):  # the epoch has returned batches
-                if self._reads_once:
-                    # An epoch may end early; all ranks read the same number of elements.
-                    collections.deque(self._iterator or (), maxlen=0)
+                self._read_rest()
                 self._iterator = None
                 self._read = 0
                 self._epochs.advance()
 
+    def _read_rest(self) -> None:
+        """Reads what an epoch that ended early has left: all ranks read as many elements."""
+        if self._reads_once:
+            collections.deque(self._iterator or (), maxlen=0)
+
     def _start(self) -> Iterator[Any]:
         self._kept, self._read = {}, 0
+        if self._epochs_read > self._epochs.number:  # of a loop that was left early
+            self._read_rest()
+            self._epochs.advance()
         elements = self._iterate()
         if self._reads_once:
             skipped = (self._epochs.number - self._epochs_read) * self._steps * self._width
