@@ -19,6 +19,7 @@ from keras_dist._compat.keras.metrics import build_from
 from keras_dist._compat.keras.models import LOGS
 from keras_dist.data import epochs
 from keras_dist.data.array_dataset import InOrder
+from keras_dist.data.streams import StreamDataset
 from keras_dist.training import random_generators
 from keras_dist.training.agreement import agree_on_evaluate, agree_on_fit, flat, set_of, within_set
 from keras_dist.training.fit_session import (
@@ -107,7 +108,7 @@ def _fit(fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training = epochs.Fit(bound.arguments, *agreement, awaits_steps=True)
         try:
             with FitSession(model), epochs.fits.during(training), random_generators.separable():
-                _build_before_workers(model, data)
+                _build_before_reading(model, data)
                 return fit(*given, **options)
         finally:
             if is_within:  # the outer fit goes on with its own step
@@ -128,20 +129,23 @@ def _running(task: str, method: Callable[..., Any], model: Any, *args: Any, **kw
         if task == "evaluate" and is_common and not has_agreed:
             agree_on_evaluate(arguments)
         if task == "evaluate":
-            _build_before_workers(model, arguments.get("x"))
+            _build_before_reading(model, arguments.get("x"))
         return method(model, *args, **kwargs)
 
 
-def _build_before_workers(model: Any, data: Any) -> None:
-    """Builds a model, its losses and metrics if Keras would build them from data with workers.
+def _build_before_reading(model: Any, data: Any) -> None:
+    """Builds a model, its losses and metrics if Keras would build them from workers or a stream.
 
     On JAX and torch Keras takes a batch for their shapes, and keeps what workers have read by then
-    for the first epoch: these batches come twice, and the last ones of the epoch do not come.
+    for the first epoch: these batches come twice, and the last ones of the epoch do not come. An
+    iterator would go on with its next epoch.
     """
     is_read = keras.config.backend() != "tensorflow" and epochs.is_sharded(data)
-    if is_read and isinstance(data, keras.utils.PyDataset) and epochs.has_workers(data):
+    is_stream = isinstance(data, StreamDataset)
+    has_workers = isinstance(data, keras.utils.PyDataset) and epochs.has_workers(data)
+    if is_read and (is_stream or has_workers):
         try:
-            build_from(model, data)
+            build_from(model, data, begins=not is_stream)
         except errors.KerasDistError:  # a part of the model communicates
             raise
         except Exception:  # Keras itself fails with its error

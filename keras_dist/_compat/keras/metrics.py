@@ -28,11 +28,12 @@ def build_metrics(model: Any, batch: Any) -> None:
         model._symbolic_build(data_batch=batch)
 
 
-def build_from(model: Any, data: Any) -> None:
+def build_from(model: Any, data: Any, begins: bool) -> None:
     """Makes what a fit or an evaluation makes from a batch of data, which is read if need be."""
 
     def first() -> Iterator[Any]:
-        data.on_epoch_begin()  # Keras calls the hook at the end of an epoch before the first one
+        if begins:  # Keras calls the hook at the end of an epoch before the first one
+            data.on_epoch_begin()
         yield 0, 0, [data[0]]
 
     model._symbolic_build(iterator=first())

@@ -138,3 +138,11 @@ def test_epochs_without_a_distributed_optimizer_have_the_same_orders():
     assert means_in_fit(arrays(), 2, distributed=False) == expected
     with pytest.raises(keras_dist.errors.ArgumentError, match="at least 0"):
         keras_dist.data.set_epoch(arrays(), -1)
+
+
+def test_an_evaluation_begins_with_the_first_element_of_an_iterator():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(loss="mae")
+    data = shard(pairs(2 * TOTAL), BATCH, steps=2)
+    found = model.evaluate(data, verbose=0, callbacks=keras_dist.callbacks())
+    assert found == np.mean(range(2 * BATCH * keras_dist.size()))
