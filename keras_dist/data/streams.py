@@ -103,7 +103,7 @@ class StreamDataset(InOrder):
         return self._steps
 
     def __getitem__(self, index: int) -> Any:
-        # On JAX and torch, Keras begins an epoch of its own for the shapes of a fit.
+        # Before its steps, a fit reads a batch for its shapes, even after a loop left early.
         in_epoch = self._positions is not None and not awaits_steps(self)
         position = self.position(index)
         with self._lock:
