@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dist._compat.contract import Owner, require
+from keras_dist._compat.contract import Owner, has, require
 
 SOME = 24  # rows, where a graph does not know their number; a loss may group them
 
@@ -58,4 +58,19 @@ RECORD = Owner("tensorflow.python.eager.record").method(
     on_use=True,
 )
 
-CONTRACT = (RECORD,)
+AUTOGRAPH = Owner("tensorflow.python.autograph.core.config")
+RULES = tuple(
+    AUTOGRAPH.name(
+        name,
+        "to keep AutoGraph from converting its functions",
+        "tracing a step would take longer",
+        on_use=True,
+    )
+    for name in ("CONVERSION_RULES", "DoNotConvert")
+)
+
+CONTRACT = (RECORD, *RULES)
+
+if has(*RULES):  # AutoGraph calls functions of this package as they are, as it does those of Keras
+    _config = RULES[0].resolve()
+    _config.CONVERSION_RULES = (_config.DoNotConvert("keras_dist"), *_config.CONVERSION_RULES)

@@ -50,7 +50,7 @@ R = TypeVar("R")
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function of this package: errors are TensorFlow's too, AutoGraph skips it."""
+    """Decorates a function of this package, so that its errors are TensorFlow's too."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,7 +59,7 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
         except errors.KerasDistError as error:
             raise_tensorflow_error(error)
 
-    return tf.autograph.experimental.do_not_convert(called)
+    return called
 
 
 def as_tensors(values: Sequence[Any]) -> list[Any]:

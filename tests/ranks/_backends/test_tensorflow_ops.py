@@ -9,6 +9,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 from face_tensorflow import Halved
+from tensorflow.python.autograph.impl import api as autograph
 
 import keras_dist
 import keras_dist.tensorflow as hvd
@@ -227,6 +228,23 @@ def test_collectives_of_horovod_on_objects_and_graphs():
     tf.function(hvd.barrier)()
     with pytest.raises(RuntimeError, match=r"^\[rank .* Expected a list .*broadcast_variables"):
         hvd.broadcast_global_variables(0)
+
+
+def test_autograph_converts_functions_of_the_script_only(monkeypatch):
+    convert, converted = autograph._convert_actual, set()
+
+    def recorded(function, *arguments):
+        converted.add(function.__module__)
+        return convert(function, *arguments)
+
+    monkeypatch.setattr(autograph, "_convert_actual", recorded)
+    many = (hvd.allreduce, hvd.allgather, hvd.reducescatter, lambda x: hvd.broadcast(x, 0))
+    tf.function(lambda x: [call(x) * keras_dist.size() for call in many])(tf.ones(SIZE))
+    for way in (None, "global"):  # arrays, and a pipeline that is shuffled
+        data = np.ones((4 * SIZE, 2)), tf.data.Dataset.range(4 * SIZE)
+        for one in data:
+            list(keras_dist.data.shard(one, batch_size=2, shuffle=way))
+    assert converted == {__name__}
 
 
 # --- Errors
