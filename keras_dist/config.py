@@ -30,23 +30,14 @@ _LEFT = {
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """An environment variable.
-
-    Args:
-        field: name of the field in `Settings`; the variable is `KERAS_DIST_` + upper case.
-        parse: converts the text to the value; raises `ValueError` or `KeyError` for other text.
-        default: value of an unset variable, as text.
-        meaning: effect and unit, in Markdown; shown in docs/configuration.md.
-        expected: accepted values, in words.
-        other_name: Horovod's variable, read when `name` is not set.
-    """
+    """An environment variable: `KERAS_DIST_` and the upper case of a field in `Settings`."""
 
     field: str
-    parse: Callable[[str], Any]
-    default: str
-    meaning: str
-    expected: str
-    other_name: str = ""
+    parse: Callable[[str], Any]  # raises `ValueError` or `KeyError` for other text
+    default: str  # as text
+    meaning: str  # effect and unit, in Markdown; shown in docs/configuration.md
+    expected: str  # in words
+    other_name: str = ""  # Horovod's variable, read when `name` is not set
 
     @property
     def name(self) -> str:
@@ -292,17 +283,7 @@ VARIABLES = tuple(
 
 
 def parse(environment: Mapping[str, str]) -> Settings:
-    """Parses the `KERAS_DIST_*` variables of an environment.
-
-    Args:
-        environment: texts by name, such as `os.environ`.
-
-    Returns:
-        The settings; unset variables have their default.
-
-    Raises:
-        ArgumentError: the text of a variable is invalid.
-    """
+    """Returns the settings of an environment; raises `ArgumentError` if a text is invalid."""
     known = {variable.name for variable in VARIABLES}
     for name, value in _LEFT.items():
         if (text := environment.get(name)) and value in ("", text):

@@ -1,8 +1,4 @@
-"""Backends: the conversion between tensors of a framework and numpy arrays on the host.
-
-There is one module per framework, with its subclass of `Backend`; none uses MPI. A backend calls a
-numpy function on the host within a train step; the engine provides that function.
-"""
+"""Backends: tensors of a framework as numpy arrays of the host and back, one module a framework."""
 
 import contextlib
 import functools
@@ -62,10 +58,7 @@ class Backend(Protocol):
         return
 
     def host_array(self, tensor: Any) -> np.ndarray:
-        """Returns the array of a tensor, in place on the host.
-
-        Do not write to it, nor hold it until the next train step.
-        """
+        """Returns the array of a tensor, in place: only to be read, and before the next step."""
 
     def engine_arrays(self, tensors: Sequence[Any]) -> list[Any]:
         """Returns tensors as arrays, all on the host or all in GPU memory; see `host_array`."""
@@ -118,15 +111,13 @@ class Backend(Protocol):
         on_device: bool = False,
         again: HostFunction | None = None,
     ) -> Any:
-        """Adds a host function, called in program order, and its gradient, in reverse order.
-
-        The gradient of `backward` is `again`, by default `forward`.
-        """
+        """Adds a host function, called in program order, and its gradient, in reverse order."""
 
         def run(given: Any) -> Any:
             return self.run_on_host(forward, given, on_device)
 
         def back(gradient: Any) -> Any:
+            # The gradient of `backward`.
             then = again or forward
             return self.differentiable_host_callback(gradient, backward, then, on_device)
 
@@ -167,12 +158,9 @@ class Backend(Protocol):
         return
 
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Sums the rows of equal index in sparse gradients.
-
-        If a row occurs twice, Keras' optimizers square each occurrence, not the sum. A reduction
-        over several ranks sums such rows anyway, and one rank must give the same steps. By default
-        all gradients are dense.
-        """
+        """Sums the rows of equal index in sparse gradients; by default all gradients are dense."""
+        # If a row occurs twice, Keras' optimizers square each occurrence, not the sum. A reduction
+        # over several ranks sums such rows anyway, and one rank must give the same steps.
         return list(gradients)
 
     def as_dense(self, gradients: Sequence[Any]) -> list[Any]:
@@ -276,10 +264,7 @@ def use(name: str) -> None:
 
 
 def in_use() -> list[Backend]:
-    """Returns the backends whose devices and threads this process uses.
-
-    These are the registered ones, and that of Keras if it is imported or none is registered.
-    """
+    """Returns the backends, registered or of Keras, whose devices and threads this process uses."""
     backends = [load(name) for name in _named]
     if (not backends or "keras" in sys.modules) and active() not in backends:
         backends.append(active())

@@ -1,9 +1,7 @@
 """The JAX backend: a primitive for the reduction, and train steps that are split at it.
 
-A compiled JAX program can call the host (`jax_callback`), which then copies results, and JAX takes
-time to order such programs. So `jax_split` compiles the train step as two programs, before and
-after the reduction, between which the host accesses the arrays in place. In a step that is not
-split, such as a `jax.jit` in the script, the primitive becomes a call of the host.
+In a step that is not split, such as a `jax.jit` in the script, the primitive becomes a call of the
+host. See decision 5.
 """
 
 import contextlib

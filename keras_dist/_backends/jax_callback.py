@@ -1,10 +1,4 @@
-"""Calls of the host inside a compiled JAX program, in program order.
-
-A call has the effect of an ordered `io_callback`: JAX passes a token from call to call, through
-loops and branches as well, and from program to program. On a CPU the host reads and writes the
-memory of the program, as by `buffer_callback`, which has no order of its own. On other devices, and
-where a version of JAX lacks that, the call is an `io_callback`, which copies.
-"""
+"""Calls of the host inside a compiled JAX program, in program order, see decision 54."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,10 +30,8 @@ def call_host(
 
 
 def differentiable(run: Callable[[Any], Any], back: Callable[[Any], Any], given: Any) -> Any:
-    """Runs a function of arrays whose gradient is another one, of the gradients of its results.
-
-    The gradient has a gradient of its own if `back` calls this function.
-    """
+    """Runs a function of arrays whose gradient is another one, of the gradients of its results."""
+    # The gradient has a gradient of its own if `back` calls this function.
     if not is_traced(jax.tree.leaves(given)):
         return run(given)  # no gradient is needed, and `custom_vjp` takes time
     function = jax.custom_vjp(run)

@@ -1,9 +1,7 @@
 """The GPU of a JAX process, and arrays as the engine takes them: in place, on the host or the GPU.
 
 The choice of the GPU precedes the creation of JAX's client, which allocates memory on all visible
-GPUs.
-
-The engine writes to new arrays only: those of JAX are immutable, and a gradient may share its
+GPUs. The engine writes to new arrays only: those of JAX are immutable, and a gradient may share its
 memory with a weight. JAX does not tell the stream of an array. Its DLPack protocol takes a stream,
 but not every GPU client of XLA orders its work after that stream. So the host waits for an array
 before the engine uses it, and until it has been written before JAX does.
@@ -120,11 +118,9 @@ def to_array(array: Any) -> np.ndarray | DeviceArray:
 
 
 def place_of(array: Any) -> Any:
-    """Returns where a result belongs that replaces an array; `None` leaves it to JAX.
-
-    A result is committed to a device only if the array is. Otherwise the second step would receive
-    committed weights and be compiled again.
-    """
+    """Returns where a result belongs that replaces an array; `None` leaves it to JAX."""
+    # A result is committed to a device only if the array is. Otherwise the second step would
+    # receive committed weights and be compiled again.
     return array.sharding if array.committed else None
 
 

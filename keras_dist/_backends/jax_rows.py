@@ -37,12 +37,7 @@ def known_rows(
 
 
 def table_of(rows: Any, place: Any) -> Any:
-    """Returns the table of which these are the rows, each once, as an array of JAX.
-
-    Args:
-        rows: has the attributes `values`, `indices`, `shape` (of the table) and `dtype`.
-        place: of the array.
-    """
+    """Returns the table, at a place, of which these are the `TableRows`, each once, for JAX."""
     length, count = rows.shape[0], len(rows.indices)
     # One of few sizes, since each is compiled: further rows lie outside the table.
     size = 1 << max(0, count - 1).bit_length()

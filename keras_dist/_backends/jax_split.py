@@ -1,12 +1,8 @@
-"""Splits a JAX function into programs at its host calls.
+"""Splits a JAX function into programs at its host calls, see decisions 5 and 43.
 
 The function is traced once. Its equations are assigned to stages: those that depend on no result of
 the host, those that depend on the first, and so on. Each stage is compiled as a program; values
 that a later stage needs stay on the device.
-
-Host calls that overlap run while programs compute. A stage before such calls is compiled as a
-program for each of them, which computes its arguments, and one for the rest; the stage after them
-as a program for each, which uses its results.
 
 What replicas compute from the results of a host call must have equal bits on all ranks. For a GPU,
 each rank compiles for itself, and XLA chooses between kernels by their measured speed, also where
@@ -304,10 +300,8 @@ def _inlined(closed: Any, marker: core.Primitive) -> Callable[..., list[Any]]:
 
 
 def _in_use(atoms: Sequence[Any], used: set[Any]) -> list[bool]:
-    """Returns whether each atom is a variable whose memory is in use, also by an atom before it.
-
-    `jax.jit` returns an array of its own for each result, so that a caller may donate all.
-    """
+    """Returns whether each atom is a variable whose memory is in use, also by an atom before it."""
+    # `jax.jit` returns an array of its own for each result, so that a caller may donate all.
     found = []
     for atom in atoms:
         found.append(_is_variable(atom) and atom in used)

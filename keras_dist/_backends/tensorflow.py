@@ -1,9 +1,8 @@
-"""The TensorFlow backend: host functions in the graph (`tensorflow_host`).
+"""The TensorFlow backend: host functions in the graph, of views of TensorFlow's memory.
 
-The arguments of a host function are views of TensorFlow's memory. The functions are stateful
-operations, so a graph runs them in program order, the same on every rank, except for those in
-branches: see `after_host_calls`. XLA cannot compile them; `tensorflow_step` compiles the operations
-around them.
+The functions are stateful operations, so a graph runs them in program order, the same on every
+rank, except for those in branches: see `after_host_calls`. XLA cannot compile them;
+`tensorflow_step` compiles the operations around them.
 """
 
 import contextlib

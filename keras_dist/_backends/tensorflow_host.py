@@ -6,9 +6,8 @@ write to such a slice if it has no other reader, but never to a converted array.
 results whose memory belongs to the graph: a write to a leased result ends the lease.
 
 To overlap the reduction of gradients, a host operation queues a bucket when its gradients have been
-computed, and another one waits for the results. In between, TensorFlow computes the gradients of
-the next buckets. On a GPU, the ranks agree on a bucket and launch it while the operation of the
-next one waits for its gradients.
+computed, and another one waits for the results. On a GPU, the ranks agree on a bucket and launch it
+while the operation of the next one waits for its gradients.
 
 The engine takes tensors in GPU memory where they are, by DLPack, in a `tf.py_function`, which calls
 Python with eager tensors. TensorFlow does not tell its stream, so the host waits before and after
@@ -227,12 +226,10 @@ def _followed() -> list[Any]:
 
 
 def after_host_calls(tensors: Sequence[Any]) -> list[Any]:
-    """Returns tensors that a graph computes after all of them, and after its host calls so far.
-
-    A graph runs host calls in program order. A branch that updates variables is one operation,
-    which TensorFlow orders among uses of these variables only. Calls in other graphs, such as that
-    of a function, come before the tensors that they lead to.
-    """
+    """Returns tensors that a graph computes after all of them, and after its host calls so far."""
+    # A graph runs host calls in program order. A branch that updates variables is one operation,
+    # which TensorFlow orders among uses of these variables only. Calls in other graphs, such as
+    # that of a function, come before the tensors that they lead to.
     if tf.executing_eagerly():
         return list(tensors)
     present = {at: tensor for at, tensor in enumerate(tensors) if tensor is not None}

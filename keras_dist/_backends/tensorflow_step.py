@@ -1,9 +1,4 @@
-"""Keras' train step on TensorFlow: its XLA programs, batches, and refused strategies.
-
-The first program computes the gradients, the second updates the variables. The operations between
-them, including the reduction and clipping, are an ordinary graph, since XLA cannot call the host.
-The reduction itself is part of `apply_gradients`.
-"""
+"""Keras' train step on TensorFlow: XLA programs, batches, refused strategies. See decision 5."""
 
 import contextlib
 import functools
@@ -103,11 +98,9 @@ def _compiled(function: Callable[[], Any]) -> Any:
 
 
 def _with_value(create: Callable[..., Any], **options: Any) -> Any:
-    """Makes a variable that has its value although the trace within which it is made may fail.
-
-    TensorFlow gives variables that a function makes their values when its trace has succeeded. The
-    first step makes those of models, losses and metrics that have not been built.
-    """
+    """Makes a variable that has its value although the trace within which it is made may fail."""
+    # TensorFlow gives variables that a function makes their values when its trace has succeeded.
+    # The first step makes those of models, losses and metrics that have not been built.
     value = options.get("initial_value")
     if not callable(value):
         value = tf.get_static_value(value)
@@ -238,10 +231,8 @@ class Steps(Backend):
             ) from error
 
     def build_metrics(self, model: Any, batches: Any) -> None:
-        """Makes the metrics that `compile` knows by name, before a first step of Keras is traced.
-
-        TensorFlow traces a step anew if its first trace has made variables.
-        """
+        """Makes the metrics that `compile` knows by name before a first step of Keras is traced."""
+        # TensorFlow traces a step anew if its first trace has made variables.
         from keras_dist._compat.keras import metrics
 
         is_own = any(overrides(model, name) for name in KERAS_OWN)

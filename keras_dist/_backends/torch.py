@@ -1,7 +1,4 @@
-"""The torch backend: the engine reads gradients where they are, on the host or in GPU memory.
-
-keras_dist neither initialises nor uses `torch.distributed`.
-"""
+"""The torch backend: the engine reads gradients where they are. Without `torch.distributed`."""
 
 import contextlib
 import functools

@@ -1,9 +1,7 @@
-"""Overlaps the reduction of gradients with backpropagation on torch.
+"""Overlaps the reduction of gradients with backpropagation on torch, see decision 23.
 
-A hook on every parameter receives its gradient. When all gradients of a bucket are ready, the
-bucket is queued, in the order of the buckets, and a thread of the engine reduces it in place. The
-hooks act only within a train step, which is the same on all ranks: a backward pass that a script
-calls directly, possibly on one rank only, queues nothing.
+The hooks act only within a train step, which is the same on all ranks: a backward pass that a
+script calls itself, possibly on one rank only, queues nothing.
 """
 
 import contextlib

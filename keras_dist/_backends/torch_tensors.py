@@ -1,7 +1,4 @@
-"""Torch tensors as arrays, and back: of numpy, or for the engine also in GPU memory.
-
-Of those for numpy, only tensors on a device are copied; the engine takes all where they are.
-"""
+"""Torch tensors as arrays, and back: of numpy, or for the engine also where they are on a GPU."""
 
 import functools
 import math
@@ -36,10 +33,8 @@ def differentiable(
     back: Callable[..., Sequence[torch.Tensor]],
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Runs a function of tensors whose gradient is another one, of the gradients of its results.
-
-    Autograd, which is slow for many small tensors, takes part only if it records.
-    """
+    """Runs a function of tensors whose gradient is another one, of the gradients of its results."""
+    # Autograd, which is slow for many small tensors, takes part only if it records.
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         for tensor in tensors:  # within a function of autograd, tangents are hidden
             _check_no_tangent(tensor)

@@ -1,5 +1,1 @@
-"""The private names of frameworks that keras_dist uses; no other package uses one.
-
-Each module lists its names in `CONTRACT`, each with its purpose and the consequence of its absence.
-`contract` checks that the names exist.
-"""
+"""The private names of frameworks that keras_dist uses, each in a `CONTRACT`; see `contract`."""

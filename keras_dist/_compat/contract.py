@@ -1,8 +1,8 @@
 """The contract with a framework: the private names that keras_dist uses, and their checks.
 
-A framework may rename what it does not document. A method that is overridden under its old name is
-never called, and training would continue without the reduction. `check` finds it before the first
-step. Names that only some scripts need are checked where they are first used, by `require`.
+A method that is overridden under its old name is never called, and training would continue without
+the reduction. `check` finds it before the first step. Names that only some scripts need are checked
+where they are first used, by `require`.
 """
 
 import dataclasses
@@ -19,14 +19,10 @@ from keras_dist._version import __version__
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Name:
-    """A private name of a framework.
+    """A private name of a framework."""
 
-    Args:
-        owner: the module, or class of a module, that has the name: `"module"` or
-            `"module:attribute.attribute"`, imported where the name is checked; or a function that
-            returns it.
-    """
-
+    # The module, or class of a module, that has the name: `"module"` or
+    # `"module:attribute.attribute"`, imported where it is checked; or a function that returns it.
     owner: str | Callable[[], Any]
     name: str
     purpose: str

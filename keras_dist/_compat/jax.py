@@ -61,10 +61,8 @@ def emit_buffer_callback(
     function: Callable[[list[np.ndarray], list[np.ndarray]], None],
     operands: Sequence[Any],
 ) -> list[Any]:
-    """Emits an ordered call of the host that reads and writes the memory of a program.
-
-    As `jax.experimental.buffer_callback` does, with a token as first operand and first result.
-    """
+    """Emits an ordered call of the host that reads and writes the memory of a program."""
+    # As `jax.experimental.buffer_callback` does, with a token as first operand and first result.
     from jax.interpreters import mlir
 
     count = len(operands)
@@ -89,13 +87,8 @@ def emit_buffer_callback(
 
 
 def put_like(array: np.ndarray, like: Any) -> Any | None:
-    """Returns an array as a JAX array beside another, in place; `None` if `jax.device_put` must.
-
-    It takes a tenth of the time of `jax.device_put`, which works out shape and device again.
-
-    Args:
-        like: a JAX array of the shape, the dtype and the device of the result.
-    """
+    """Returns an array in place as one of JAX, as `like`; `None` if `jax.device_put` must."""
+    # In a tenth of the time of `jax.device_put`, which works out shape and device again.
     sharding = like.sharding
     if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or not has(PUT):
         return None

@@ -27,11 +27,9 @@ def eager_tensor(array: Any, device: str | None) -> Any:
 
 
 def has_known_shape(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Returns whether the shape of a result depends on the shapes of its arguments alone.
-
-    Not of eager tensors: their shapes say nothing about those of other values.
-    """
+    """Returns whether the shape of a result depends on the shapes of its arguments alone."""
     if tf.executing_eagerly():
+        # Shapes of eager tensors say nothing about those of other values.
         return False
 
     def spec(tensor: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Private names of tf.data: how a pipeline was built.
-
-`contract.check("tf_data")` comes first: afterwards the modules can be imported.
-"""
+"""Private names of tf.data: how a pipeline was built. `contract.check("tf_data")` comes first."""
 
 import importlib
 import os

@@ -1,7 +1,4 @@
-"""The engine: numpy arrays in, numpy arrays out. Independent of frameworks.
-
-Other packages use the names below and nothing else.
-"""
+"""The engine, without frameworks: numpy arrays in and out. Other packages use these names only."""
 
 from keras_dist._engine import collectives, point_to_point, tracing
 from keras_dist._engine.arithmetic import ReduceOp, parse_factor, parse_op

@@ -132,10 +132,8 @@ def reduce_rows(rows: np.ndarray, op: ReduceOp) -> np.ndarray:
 
 
 def reduce_into(result: np.ndarray, parts: Iterable[np.ndarray], op: ReduceOp) -> None:
-    """Reduces flat arrays in rank order, of which at most two are used at a time, into another.
-
-    All reductions of the engine use it, so all give the same bits.
-    """
+    """Reduces flat arrays in rank order, of which at most two are used at a time, into another."""
+    # All reductions of the engine use it, so all give the same bits.
     reduce_each([(result, parts)], result.dtype, op)
 
 
@@ -192,10 +190,8 @@ def combine_into(left: np.ndarray, right: np.ndarray, op: ReduceOp, out: np.ndar
 
 
 def divide(total: np.ndarray, count: int) -> None:
-    """Divides a sum by the number of its contributions, in place. Never warns or raises.
-
-    A rank may divide only a part of the sum, so that an error would not be that of all ranks.
-    """
+    """Divides a sum by the number of its contributions, in place. Never warns or raises."""
+    # A rank may divide only a part of the sum, so that an error would not be that of all ranks.
     with np.errstate(all="ignore"):
         if total.dtype.kind in "iu":
             # Without float64, which would lose bits beyond 2**53.
@@ -275,11 +271,9 @@ def _is_float(dtype: np.dtype) -> bool:
 
 
 def silencer() -> Callable[..., None]:
-    """Returns a function that calls another one, in which numpy does not warn of infinities.
-
-    They are the caller's to judge, as they reach every rank alike. A context in which numpy is
-    silent takes a tenth of the time of `numpy.errstate`. One thread at a time may call it.
-    """
+    """Returns a function that calls another, without warnings of numpy. One thread at a time."""
+    # Infinities are the caller's to judge, as they reach every rank alike. A context in which numpy
+    # is silent takes a tenth of the time of `numpy.errstate`.
     if int(np.__version__.partition(".")[0]) >= 2:  # its settings are those of a context
         context = contextvars.Context()
         context.run(np.seterr, all="ignore")

@@ -171,8 +171,8 @@ def plan_buckets(
     """Distributes arrays, in their order, over buckets of one dtype; no array is cut.
 
     A bucket is closed at `bucket_nbytes`, the first one at `first_nbytes`. If `alone`, an array of
-    `bucket_nbytes` or more has a bucket of its own: it is sent from where it lies, while several
-    arrays are copied together first. So has each of `tables`. Offsets are multiples of 64 bytes.
+    `bucket_nbytes` or more has a bucket of its own, and so has each of `tables`. Offsets are
+    multiples of 64 bytes.
     """
     group_of = {index: number for number, group in enumerate(groups) for index in group}
     closed: list[Bucket] = []
@@ -180,6 +180,7 @@ def plan_buckets(
     for index, (shape, dtype) in enumerate(specs):
         key = group_of.get(index), dtype
         count = math.prod(shape)
+        # A large array is sent from where it lies, while several are copied together first.
         is_large = alone and index not in group_of and count * dtype.itemsize >= bucket_nbytes
         if is_large or index in tables:
             closed.append(_close([Slot(index, tuple(shape), 0, count)], dtype))

@@ -145,10 +145,8 @@ class Communicator:
         return math.fsum(allgather(topology.local, rate)[: topology.slices])
 
     def disconnect(self) -> None:
-        """Drops what these ranks share, as one of them has died; `connect` follows.
-
-        MPI's communicators are not freed: that would need the rank that has died.
-        """
+        """Drops what these ranks share, as one of them has died; `connect` follows."""
+        # MPI's communicators are not freed: that would need the rank that has died.
         self.services.detach()
         if self.nccl is not None:
             self.nccl.leave()

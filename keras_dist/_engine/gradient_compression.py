@@ -1,7 +1,4 @@
-"""Compressions of gradients that send a part and keep the rest for the next step: their options.
-
-Independent of MPI.
-"""
+"""Options of the compressions of gradients that send a part and keep the rest for the next step."""
 
 import ast
 import dataclasses
@@ -16,10 +13,7 @@ WHERE = "[keras_dist]"
 
 @dataclasses.dataclass(frozen=True)
 class GradientCompression:
-    """A compression with error feedback, for the gradients of an optimizer.
-
-    Each rank adds to a gradient what it has not sent in the steps before.
-    """
+    """A compression for gradients of an optimizer, to which a rank adds what it has not sent."""
 
     start_step: int = 0
 

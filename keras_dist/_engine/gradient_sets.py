@@ -1,7 +1,7 @@
 """Which gradients a rank brings to a reduction. Independent of MPI.
 
-A reduction knows each gradient by its variable. A gradient that is missing on some ranks counts as
-zero there: ranks that differ learn what the others have, and reduce what any rank has.
+A gradient, known by its variable, that is missing on some ranks counts as zero there: ranks that
+differ learn what the others have, and reduce what any rank has.
 """
 
 import dataclasses

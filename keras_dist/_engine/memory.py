@@ -1,7 +1,4 @@
-"""Memory that is used again: of results, and of the rows that ranks exchange; idle memory.
-
-New memory costs page faults. Independent of MPI.
-"""
+"""Memory that is used again: of results, and of the rows that ranks exchange; idle memory."""
 
 import math
 import weakref
@@ -19,11 +16,7 @@ IDLE_UPDATES = 100
 
 
 class ResultMemory:
-    """Memory of the results of repeated calls.
-
-    Every result has a base of its own, which all its views keep alive, and tensors that a framework
-    makes of them.
-    """
+    """Memory of the results of repeated calls, as new memory costs page faults."""
 
     def __init__(self, count: int, dtype: np.dtype):
         self._count, self._dtype = count, dtype
@@ -44,6 +37,7 @@ class ResultMemory:
             # Zeros: the gaps between arrays of a bucket are reduced as well.
             new = aligned_array(self._count, self._dtype, np.zeros)
             self._memory = new.view(np.uint8).data
+        # A base of its own, kept alive by all its views and by tensors that a framework makes.
         base = np.frombuffer(self._memory, np.uint8)
         self._base = weakref.ref(base)
         return base.view(self._dtype)

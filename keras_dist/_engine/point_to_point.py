@@ -1,8 +1,7 @@
-"""Point to point: two ranks compare their operations, then data moves.
+"""Point to point: two ranks compare their operations, then data moves, without the other ranks.
 
-No other rank takes part. Both ranks find a difference, and neither sends what the other does not
-receive. A rank that has come to a rendezvous of all ranks instead declines, see `decline`. Lock,
-notes and stall watchdog are those of the collectives.
+Both ranks find a difference, and neither sends what the other does not receive. A rank that has
+come to a rendezvous of all ranks instead declines, see `decline`.
 """
 
 import contextlib
@@ -122,12 +121,9 @@ def _lost(comm: Communicator, peer: int, call: CollectiveSignature) -> errors.Ra
 
 
 def clock_offset(comm: Communicator) -> tuple[int, int]:
-    """Measures the clock of this rank minus that of rank 0, and the error, in nanoseconds.
-
-    Collective: every rank; blocks. Each rank asks rank 0 for the time repeatedly. The answer with
-    the shortest round trip counts; its error is half of that time. An offset within the error is
-    0, as the processes of a node share their clock.
-    """
+    """Measures the clock of this rank minus that of rank 0, and the error, in ns. Collective."""
+    # The answer with the shortest round trip counts; its error is half of that time. An offset
+    # within the error is 0, as the processes of a node share their clock.
     with comm.lock:
         if comm.rank > 0:
             return min((_ask(comm) for _ in range(ROUNDS)), key=lambda found: found[1])

@@ -1,8 +1,4 @@
-"""Numbers in 8 or 4 bits, with a scale for each block of them. Pure.
-
-Each block is divided by its scale and rounded to integers. The results have the same bits on every
-processor, as those of `low_rank`.
-"""
+"""Numbers in 8 or 4 bits, with a scale for each block, and bits as those of `low_rank`. Pure."""
 
 from collections.abc import Iterator
 

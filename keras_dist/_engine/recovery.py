@@ -1,20 +1,9 @@
-"""Retries: operations that the surviving ranks repeat after a rank has died.
+"""Retries: operations that the surviving ranks repeat after a rank has died, see decision 30.
 
-An operation starts with a rendezvous, so it ends on no rank before all have called it: surviving
-ranks differ by at most one operation. A rank keeps the outcome of its last operation until the next
-one has ended. When a rank dies, a rank that notices releases all others from their waits; they
-build a new communicator and compare how many operations they have ended. A rank that is one behind
-receives the outcome from another; all others repeat theirs with the same contribution. No rank has
-to go back.
-
-All ranks confirm at the end what went through MPI: Open MPI 5 was seen to return buffers without
-the data of a rank that had just died, and no error. Shared memory needs no confirmation: a rank
-writes its contribution before it comes to the rendezvous.
-
-The way of MPI is user-level failure mitigation (ULFM) of Open MPI 5. A call that waits for a dead
-rank fails on some rank, which revokes the communicator, so that the call fails on all. The
-surviving ranks can still agree, and shrink the communicator to themselves. Every rank must agree
-and shrink equally often, or two of these calls would match each other.
+All ranks confirm at the end what went through MPI. Shared memory needs no confirmation: a rank
+writes its contribution before it comes to the rendezvous. With ULFM, a call that waits for a dead
+rank fails on some rank, which revokes the communicator, so that the call fails on all. Every rank
+must agree and shrink equally often, or two of these calls would match each other.
 """
 
 import copy

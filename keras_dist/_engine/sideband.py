@@ -1,8 +1,4 @@
-"""What runs beside the collectives: messages, questions to many ranks, alarms, and services.
-
-Messages need no open port. Ranks that ask or alarm many others form a tree, in which none has more
-than `FANOUT` children. Nothing here blocks but the end of a mailbox.
-"""
+"""Messages beside the collectives, questions to many ranks, alarms, services. See decision 45."""
 
 import dataclasses
 import itertools
@@ -42,11 +38,9 @@ class Mailbox:
         return [message for _, has_arrived, message in tested if has_arrived]
 
     def close(self, check: Callable[[], None] = lambda: None) -> None:
-        """Closes the mailbox; no message is lost. Collective: every rank; blocks.
-
-        A sender knows that its messages have been received (Issend). A rank enters the barrier when
-        its messages have been received, and receives those of others until all have entered.
-        """
+        """Closes the mailbox; no message is lost. Collective: every rank; blocks."""
+        # A sender knows that its messages have been received (Issend). A rank enters the barrier
+        # then, and receives those of others until all have entered.
         barrier = None
         while barrier is None or not barrier.Test():
             self.receive()
@@ -58,11 +52,8 @@ class Mailbox:
 
 
 def branches(ranks: Sequence[int]) -> list[Sequence[int]]:
-    """Divides ranks into at most `FANOUT` branches of about the same size.
-
-    A rank passes a message for many ranks to the first rank of each branch, which passes it on to
-    the rest. Branches are runs of ranks, so that most of a branch is on the same node.
-    """
+    """Divides ranks into at most `FANOUT` branches of about the same size, to pass messages on."""
+    # Branches are runs of ranks, so that most of a branch is on the same node.
     count = min(FANOUT, len(ranks))
     bounds = [len(ranks) * place // count for place in range(count + 1)] if count else []
     return [ranks[low:high] for low, high in itertools.pairwise(bounds)]

@@ -1,9 +1,4 @@
-"""Signatures of collectives: their digests, and where two differ. Independent of MPI.
-
-Each rank describes its operation as a `CollectiveSignature`. The ranks compare the digests of the
-signatures before any data moves: every rank finds a difference at once and raises the same error,
-so none waits for another.
-"""
+"""Signatures of collectives: their digests, and where two differ. See decision 3."""
 
 import dataclasses
 import functools

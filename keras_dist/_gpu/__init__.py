@@ -1,7 +1,7 @@
 """Arrays in GPU memory, and the libraries that act on them: CUDA's runtime and NCCL, by ctypes.
 
-Knows neither MPI nor a framework. ROCm's runtime and RCCL have the same functions, with the prefix
-`hip`. Other packages use the names below and nothing else.
+ROCm's runtime and RCCL have the same functions, with the prefix `hip`. Other packages use the names
+below and nothing else.
 """
 
 from keras_dist._gpu.cuda import Event, Runtime, counts_host_memory, load_runtime

@@ -108,10 +108,8 @@ class DeviceArray:
             self.completion.hold(stream)
 
     def mark(self) -> None:
-        """Marks the place in the work of its stream after which it has been written: here.
-
-        `hold` does it at the latest; then it also waits for what the framework does meanwhile.
-        """
+        """Marks the place in the work of its stream after which it has been written: here."""
+        # `hold` does it at the latest; then it also waits for what the framework does meanwhile.
         if self.written is None and self._stream is not None:
             self.written = _runtime().event(self._stream())
 

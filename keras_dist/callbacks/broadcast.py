@@ -111,10 +111,7 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         return arguments
 
     def _agree(self, built: bool) -> bool:
-        """Checks that gradients are averaged, and compares hyperparameters with the root's.
-
-        Returns whether the model is built on all ranks: `adapt` on the root may have built a layer.
-        """
+        """Compares optimizers with the root's; returns whether the model is built on all ranks."""
         model, comm, optimizers = self.model, runtime.fit_communicator(), optimizers_of(self.model)
         is_distributed = any(isinstance(optimizer, KeepsOptions) for optimizer in optimizers)
         mine = is_distributed, hyperparameters(model), built
@@ -131,6 +128,7 @@ class BroadcastGlobalVariablesCallback(SessionCallback):
         if not is_distributed and optimizers:
             self._refuse_plain(optimizers[0])
         self._warn_of_differences(dict(zip(comm.ranks, values, strict=True)))
+        # `adapt` on the root alone may have built a layer.
         return all(are_built)
 
     def _refuse_plain(self, optimizer: keras.optimizers.Optimizer) -> None:

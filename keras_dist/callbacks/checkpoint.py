@@ -202,10 +202,7 @@ class BackgroundWriter:
         self._pending: tuple[str, futures.Future[None]] | None = None
 
     def write(self, save: Save, filepath: str, nbytes: int = 0) -> None:
-        """Serialises to the directory of temporary files, which is local on most machines.
-
-        A thread copies the file to its final path. The previous file must have been waited for.
-        """
+        """Serialises to a temporary file, which a thread copies; `wait` for the last one before."""
         directory = pathlib.Path(tempfile.gettempdir())
         with beside(directory / f"keras_dist-{pathlib.Path(filepath).name}") as local:
             write_atomically(save, str(local), nbytes)

@@ -1,7 +1,4 @@
-"""Exact metrics of all ranks: metric states are merged before the result is computed.
-
-Other numbers in logs become equal on all ranks, so that callbacks decide alike.
-"""
+"""Exact metrics of all ranks: metric states are merged before the result is computed."""
 
 import hashlib
 from collections.abc import Mapping
@@ -135,13 +132,11 @@ def is_close(found: Any, expected: Any) -> bool:
 
 
 def agreed_logs(logs: Mapping[Path, Any], counts: bool) -> dict[str, Any]:
-    """Returns nested logs with the averages of numbers, by path, over the ranks that have them.
-
-    Scalars become floats. Booleans are true if they are on any rank. Numbers that are equal on all
-    ranks do not change, and other values, such as text and `None`, stay those of the rank. A rank
-    that lacks a scalar, or has `None` in its place, receives that of the others. Arrays are
-    averaged if all ranks have them in one shape. Collective; blocks.
-    """
+    """Returns nested logs with the averages of numbers, by path. Collective; blocks."""
+    # Equal on all ranks, so that callbacks decide alike. Scalars become floats. Booleans are true
+    # if they are on any rank. Numbers that are equal on all ranks do not change, and other values,
+    # such as text and `None`, stay those of the rank. A rank that lacks a scalar, or has `None` in
+    # its place, receives that of the others. Arrays of one shape on all ranks are averaged.
     own = {path: value for path, value in logs.items() if isinstance(value, np.ndarray)}
     mine = counts, {path: _described(value) for path, value in own.items()}
     everyone = allgather_object(mine, "averaging the logs")

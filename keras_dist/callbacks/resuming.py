@@ -1,7 +1,4 @@
-"""The base of callbacks that save training in progress, and the place where a fit resumes.
-
-Batches that were trained on are read, without training or hooks.
-"""
+"""The base of callbacks that save training in progress, and the place where a fit resumes."""
 
 import functools
 import logging

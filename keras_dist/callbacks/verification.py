@@ -102,12 +102,10 @@ class VerifyReplicas(SessionCallback):
 def verify_before_writing(
     model: keras.Model, moment: str = WRITING, check: Callable[[keras.Model], None] | None = None
 ) -> dict[int, np.ndarray]:
-    """Checks replicas before a file is written or removed.
-
-    Ends a round of local steps and averages non-trainable weights first. Does nothing if the
-    optimizers of the model do not reduce over all ranks. Collective; blocks.
-    """
+    """Checks replicas before a file is written or removed. Collective; blocks."""
+    # Ends a round of local steps and averages non-trainable weights first.
     if not are_replicas(model):
+        # The optimizers of the model do not reduce over all ranks.
         return {}
     end_rounds(model)
     own = average_statistics(model)

@@ -13,8 +13,8 @@ from keras_dist.data import epochs
 class Passes(keras.utils.PyDataset):
     """A data set that a script can loop over: each loop is the next epoch, as in `fit`.
 
-    If `steps_per_epoch` of `fit` is below the number of batches, an epoch of the data spans several
-    epochs of Keras. Subclasses define `_begin` and `_end`, which are called at its start and end.
+    Subclasses define `_begin` and `_end`, which are called at the start and end of an epoch of the
+    data: if `steps_per_epoch` of `fit` is below the number of batches, it spans several of Keras.
     """
 
     _loop: str | None = None  # "begun" or "ended"; none in an epoch of Keras

@@ -1,7 +1,4 @@
-"""Data with random access: nested arrays of numpy, pandas or a framework, and objects `data[i]`.
-
-Sample i, or batch i, belongs to rank `i % size`.
-"""
+"""Data with random access: nested arrays of numpy, pandas or a framework, and objects `data[i]`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -91,10 +88,7 @@ def _common_length(arrays: list[tuple[str, Any]]) -> int:
 
 
 class SampleSource(IndexedSource):
-    """A data set with a length whose `data[i]` is sample i: nested arrays.
-
-    Of a `keras.utils.PyDataset`, and with `batched`, it is batch i.
-    """
+    """Nested arrays, or an object whose `data[i]` is sample i, or batch i if `batched`."""
 
     def __init__(self, data: Any, options: ShardOptions):
         self._settings = data if is_a(data, "keras", "PyDataset") else None

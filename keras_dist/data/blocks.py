@@ -1,11 +1,4 @@
-"""Partition of the rows of files into contiguous blocks. Pure index arithmetic.
-
-An epoch is a sequence of blocks in shuffled order. The sequence is divided into windows of one
-block each, which are assigned to the ranks in turn; the rest at the end is divided evenly. A rank
-reads one window at a time and shuffles its rows. For an order that is independent of the number of
-ranks, all ranks read all windows and take every n-th row. The plans of `partition` determine the
-number of rows and the sizes of the batches of a rank.
-"""
+"""Partition of the rows of files into contiguous blocks, see decision 36. Pure index arithmetic."""
 
 import concurrent.futures
 import dataclasses

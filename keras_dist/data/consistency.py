@@ -1,9 +1,4 @@
-"""The check that all ranks pass the same data and options, before the first step.
-
-A rank whose data differs in length would have another number of steps, and the job would wait at
-the end of an epoch; a rank whose data has another order would train on samples of other ranks.
-Independent of the kind of data.
-"""
+"""The check that all ranks pass the same data and options, of any kind, before the first step."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -44,10 +39,7 @@ class Compared(NamedTuple):
 
 
 def prepare(make_source: Callable[[], Source]) -> Any:
-    """Makes the source on every rank, checks that all agree, and returns the shard of this rank.
-
-    Collective: every rank; blocks. An error on one rank is raised on every rank.
-    """
+    """Compares the sources of all ranks, and returns the shard of this rank. Collective; blocks."""
     try:
         source = make_source()
     except Exception as failure:  # raised after the other ranks know of it
@@ -57,6 +49,8 @@ def prepare(make_source: Callable[[], Source]) -> Any:
     for _, _, failed in reports:
         if failed is not None:
             raise failed
+    # A rank whose data differs in length would have another number of steps, and the job would wait
+    # at the end of an epoch; one whose data has another order would train on those of others.
     _compare([facts for facts, _, _ in reports])
     part = source.part([held for _, held, _ in reports])
     epochs.register(part, getattr(source, "epochs", None))

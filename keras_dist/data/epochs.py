@@ -1,9 +1,9 @@
 """The epoch of each data set of this process, which resumed training restores.
 
-The order of an epoch is a function of its number. Keras does not tell callbacks which data they
-train on, so this module keeps the epochs of all live data sets. A data set is identified by a
-digest of its properties and, among data sets with the same digest, by the order of creation, latest
-first. A later process that runs the same script therefore finds the same names.
+Keras does not tell callbacks which data they train on, so this module keeps the epochs of all live
+data sets. A data set is identified by a digest of its properties and, among data sets with the same
+digest, by the order of creation, latest first. A later process that runs the same script therefore
+finds the same names.
 """
 
 import collections
@@ -61,19 +61,12 @@ _sharded: weakref.WeakKeyDictionary[Any, Epochs | None] = weakref.WeakKeyDiction
 
 @dataclasses.dataclass(eq=False)
 class Fit:
-    """What is known of the data of a fit.
+    """What is known of the data of a fit."""
 
-    Args:
-        arguments: those of `fit`, by name; empty outside of a fit.
-        everywhere: whether `keras_dist.data` made the training data of all ranks.
-        equal_batches: whether the batches of all ranks have equal shapes in each step.
-        awaits_steps: whether it has no train function yet: what it reads is not for its steps.
-    """
-
-    arguments: Mapping[str, Any]
-    everywhere: bool = True
-    equal_batches: bool = False
-    awaits_steps: bool = False
+    arguments: Mapping[str, Any]  # those of `fit`, by name; empty outside of a fit
+    everywhere: bool = True  # `keras_dist.data` made the training data of all ranks
+    equal_batches: bool = False  # of equal shapes in each step, on all ranks
+    awaits_steps: bool = False  # has no train function yet: what it reads is not for its steps
 
 
 #: the running fits
@@ -100,12 +93,10 @@ def awaits_steps(data: Any) -> bool:
 
 
 def steps_of(data: Any) -> tuple[Any, int | None]:
-    """Returns the running fit, and the steps that it was told to take in an epoch of its data.
-
-    The next epoch of Keras reads on then, instead of from the start. It does not where `evaluate`
-    reads the data within the fit, nor with workers, which Keras starts anew.
-    """
+    """Returns the running fit, and the steps that it was told to take in an epoch of its data."""
     fit = fits.get()
+    # The next epoch of Keras reads on then, instead of from the start, but not where `evaluate`
+    # reads the data within the fit, nor with workers, which Keras starts anew.
     trains = fit.arguments.get("x") is data and _engine.progress.progress().tasks[-1:] == ["fit"]
     reads_on = trains and not has_workers(data)
     return fit, fit.arguments.get("steps_per_epoch") if reads_on else None

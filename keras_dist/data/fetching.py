@@ -1,10 +1,9 @@
 """Atomic copies of files, directories and downloads into a cache. Independent of ranks.
 
-The entries of a user are in a directory of the cache that only this user can access. An entry is a
-directory for one version of its source: a changed source gets another entry. It records the sizes
-and times of its files, which are compared at every use. A process that uses an entry holds a lock
-on it as long as it lives, and so do its forks; a later request for the source removes entries of
-older versions without a lock.
+An entry is a directory for one version of its source, in a directory that only its user can access.
+It records the sizes and times of its files, which are compared at every use. A process that uses an
+entry holds a lock on it as long as it lives, and so do its forks; a later request for the source
+removes entries of older versions without a lock.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Lists of files, which all ranks compare, and their index: each rank inspects some files.
-
-File i belongs to rank `i % size`; with too few files, element i does.
-"""
+"""Lists of files, which all ranks compare, and their index: each rank inspects some files."""
 
 import dataclasses
 import glob

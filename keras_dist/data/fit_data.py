@@ -1,8 +1,7 @@
 """What the data passed to `fit` tells before the first step; samples are never examined.
 
 Whether the batches of all ranks have equal shapes, and which orders and positions a resumed run
-cannot restore. A backup restores the random states of Python, numpy and torch, see `resume.state`;
-the states detected here are inside TensorFlow or in objects of the user.
+cannot restore: states inside TensorFlow or in objects of the user, see `resume.state` for others.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -109,11 +108,9 @@ def _rows(data: Any) -> int | None:
 
 
 def _has_workers(data: Any) -> bool:
-    """Returns whether worker threads or processes request batches of a `PyDataset`.
-
-    Keras starts workers before a fit, so the first epoch has batches in the order at that time.
-    Worker threads read a data set of `keras_dist.data` itself, worker processes a copy of it.
-    """
+    """Returns whether worker threads or processes request batches of a `PyDataset`."""
+    # Keras starts workers before a fit, so the first epoch has batches in the order at that time.
+    # Worker threads read a data set of `keras_dist.data` itself, worker processes a copy of it.
     return bool(
         epochs.has_workers(data) and (data.use_multiprocessing or not epochs.is_sharded(data))
     )

@@ -1,7 +1,4 @@
-"""Sharding of data with random access: the samples of each step on this rank.
-
-Independent of frameworks.
-"""
+"""Sharding of data with random access: the samples of each step on this rank."""
 
 import functools
 import threading
@@ -125,15 +122,12 @@ class IndexedBatches(Batches):
 
 
 def for_keras(batches: Batches, ahead: bool = True, settings: Any = None) -> Any:
-    """Returns the batches of this rank as data for `fit`, with the workers of `settings`, if any.
-
-    A `keras.utils.PyDataset` works on all backends, but on TensorFlow Keras turns it into
-    `Dataset.from_generator`, which sets malloc's trim threshold for the whole process: memory is
-    returned to the kernel after every step and faulted in again. A small dense model took 1.7 times
-    the processor time.
-    """
+    """Returns the batches of this rank as data for `fit`, with the workers of `settings`."""
     import keras
 
+    # Keras would turn a `PyDataset` into `Dataset.from_generator`, which sets malloc's trim
+    # threshold for the whole process: memory is returned to the kernel after every step and faulted
+    # in again. A small dense model took 1.7 times the processor time.
     if keras.config.backend() == "tensorflow" and batches.example is not None:
         from keras_dist.data.tf_pipelines import pipeline_of
 

@@ -29,16 +29,14 @@ def is_tensor(data: Any) -> bool:
 
 
 def mapped(function: Callable[..., Any], data: Any, *others: Any) -> Any:
-    """Applies a function to each leaf, together with the corresponding leaves of `others`.
-
-    Lists become tuples, as Keras expects in a batch. Named tuples keep their class.
-    """
+    """Applies a function to each leaf, together with the corresponding leaves of `others`."""
     if isinstance(data, dict):
         return {
             key: mapped(function, value, *(other[key] for other in others))
             for key, value in data.items()
         }
     if isinstance(data, tuple | list):
+        # Lists become tuples, as Keras expects in a batch.
         values = (
             mapped(function, value, *(other[index] for other in others))
             for index, value in enumerate(data)
@@ -60,8 +58,8 @@ def leaves(data: Any, path: str = "data") -> Iterator[tuple[str, Any]]:
 def as_array(leaf: Any) -> np.ndarray:
     """Converts a framework's tensor, pandas data or a number to a numpy array, as Keras does.
 
-    The array has the byte order of this machine, which frameworks require.
-    A pandas column becomes an array of shape `(rows, 1)`; floats of pandas become `floatx`.
+    The array has the byte order of this machine, which frameworks require. A pandas column becomes
+    an array of shape `(rows, 1)`; floats of pandas become `floatx`.
     """
     if is_a(leaf, "torch", "Tensor"):
         return _backends.load("torch").host_array(leaf)

@@ -166,10 +166,7 @@ class _Work:
 
 @contextlib.contextmanager
 def _bar(fetch: Fetch) -> Iterator[Callable[[Sequence[_Report]], None]]:
-    """Shows the progress of all nodes on rank 0: a bar, or lines without a terminal.
-
-    Under mpiexec a rank has no terminal.
-    """
+    """Shows the progress of all nodes on rank 0: a bar, or lines without a terminal."""
     from rich import console, progress
 
     is_terminal = console.Console().is_terminal

@@ -16,10 +16,7 @@ Way = Literal["rank", "global", "draw"]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The shard of a rank, in a data set whose samples are distributed one by one.
-
-    Sample i belongs to rank `i % size`. All ranks have the same number of steps.
-    """
+    """The samples of a rank, of which `i % size` is the rank; all ranks have as many steps."""
 
     rank: int
     size: int
@@ -156,15 +153,12 @@ class RoundRobin:
 
 
 def plan_round_robin(total: int, size: int, remainder: Remainder) -> RoundRobin:
-    """Returns the distribution of `total` batches over `size` ranks.
-
-    Under `"uneven"` the remaining batches are pooled with the last full round, as their rows alone
-    might be fewer than the ranks.
-    """
+    """Returns the distribution of `total` batches over `size` ranks."""
     rounds, leftover = divmod(total, size)
     if leftover == 0 or remainder == "drop":
         return RoundRobin(rounds * size, 0, 0, rounds)
     if remainder == "pad":
         return RoundRobin(rounds * size, 0, leftover, rounds + 1)
+    # Pooled with the last full round, as the rows of the rest might be fewer than the ranks.
     full = max(0, rounds - 1) * size
     return RoundRobin(full, total - full, 0, max(1, rounds))

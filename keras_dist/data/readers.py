@@ -1,7 +1,4 @@
-"""Rows in HDF5 and `.npy` files: where they are, from file headers, and readers of them.
-
-Each rank reads for itself, or some ranks send the others theirs. Both return the same rows.
-"""
+"""Rows in HDF5 and `.npy` files: where they are, and readers, of a rank or for others, alike."""
 
 import dataclasses
 import mmap
@@ -204,10 +201,7 @@ def _keep(free: list[mmap.mmap], memory: mmap.mmap) -> None:
 
 
 class FileReader:
-    """Reads rows from files, in this process or in a fork of it.
-
-    Contiguous rows are read without HDF5, which serves one thread at a time.
-    """
+    """Reads rows from files, in this process or a fork: contiguous ones without HDF5's one lock."""
 
     def __init__(self, columns: Sequence[Column], open_flat: Callable[[str], Any] | None = None):
         self._columns, self._buffers = columns, RowBuffers(columns)

@@ -1,7 +1,4 @@
-"""The options of `shard`: its arguments, checked, and the rank.
-
-Knows the values of each argument, not how a source uses them.
-"""
+"""The options of `shard`: its arguments, checked, and the rank."""
 
 import dataclasses
 import operator
@@ -37,9 +34,8 @@ class Fact:
 class ShardOptions:
     """The arguments of `shard`, checked, and the rank they are for.
 
-    Args: those of `shard`; `shuffle` is `None` if the user did not set it. `draws`: whether each
-        rank draws samples at random, as for `sample`. A `global_batch_size` sets the `batch_size`
-        of each rank.
+    `shuffle` is `None` if the user did not set it. `draws`: whether each rank draws samples at
+    random, as for `sample`. A `global_batch_size` sets the `batch_size` of each rank.
     """
 
     batch_size: int | None = None
@@ -145,10 +141,8 @@ class ShardOptions:
         return [*facts, Fact("the use of a reader", self.reader is not None)]
 
     def lasting(self, facts: Sequence[Fact]) -> list[object]:
-        """Returns the values of facts by which a later run recognises the data.
-
-        If the order does not depend on ranks, a later run may have other ranks and batch sizes.
-        """
+        """Returns the values of facts by which a later run recognises the data."""
+        # A later run may have other ranks and batch sizes if the order does not depend on them.
         independent = self.way in (None, "global")
         sizes = ("batch_size", "global_batch_size", "steps") if independent else ()
         return [fact.value for fact in facts if fact.label not in sizes]

@@ -124,13 +124,9 @@ class ShardSource(FileIndex):
 
 
 class ShardOrder:
-    """The rows of a rank in each epoch: shard i belongs to rank `i % size`.
+    """The rows of a rank in each epoch: shard i, or row i of few shards, is of rank `i % size`.
 
-    With fewer shards than ranks, row i belongs to rank `i % size`.
-
-    Args:
-        key: seeds of the order; `None` keeps the order of the files.
-        turns: the positions in this order that the rank takes.
+    `key` has the seeds of the order (`None`: that of the files), `turns` its places of this rank.
     """
 
     def __init__(

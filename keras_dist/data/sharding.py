@@ -1,7 +1,4 @@
-"""`shard`: distributes data of any kind over the ranks of the job.
-
-Maps each kind of data to its module; a framework is imported only for data of it.
-"""
+"""`shard`: distributes data of any kind over the ranks of the job, by the module of its kind."""
 
 import dataclasses
 import os
@@ -309,10 +306,8 @@ def _source(data: Any, options: ShardOptions) -> consistency.Source:
 
 
 def _is_torch(data: Any) -> bool:
-    """Returns whether data is a map-style data set of torch, or a loader of one.
-
-    A loader takes any object with a length and samples by index, such as a list.
-    """
+    """Returns whether data is a map-style data set of torch, or a loader of one."""
+    # A loader takes any object with a length and samples by index, such as a list.
     if is_a(data, "torch", "DataLoader"):
         return not is_a(data.dataset, "torch", "IterableDataset")
     return is_a(data, "torch", "Dataset") and not is_a(data, "torch", "IterableDataset")

@@ -2,13 +2,9 @@
 
 Each rank reads the whole pipeline and keeps every n-th element. If the orders of ranks or runs
 differed, some samples would be used twice and others never, without an error. Data is never
-examined: randomness inside Python functions is not detected.
-
-Every rank also writes the whole of each `Dataset.cache(path)`, so ranks of one host must not share
-its files. TensorFlow cannot change the path of a cache that later transformations read, only make
-another one.
-
-tf.data has no public description of a pipeline; `_compat.tf_data` reads its private attributes.
+examined: randomness inside Python functions is not detected. Every rank also writes the whole of
+each `Dataset.cache(path)`, so ranks of one host must not share its files. TensorFlow cannot change
+the path of a cache that later transformations read, only make another one.
 """
 
 import collections
@@ -174,10 +170,8 @@ def _shared(held: Sequence[HeldFiles]) -> set[str]:
 
 
 def check_written(held: Sequence[HeldFiles]) -> None:
-    """Checks the files of the data sets of all ranks of a `fit` or `evaluate`.
-
-    Names that functions make are not examined: the data of a rank may decide on them.
-    """
+    """Checks the files of the data sets of all ranks of a `fit` or `evaluate`."""
+    # Names that functions make are not examined: the data of a rank may decide on them.
     shared = sorted(file for file in _shared(held) if not file.startswith(MADE))
     if shared:
         raise errors.DataError(

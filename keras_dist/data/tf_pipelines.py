@@ -124,13 +124,11 @@ def _longer(batch: Any) -> Any:
 def in_round_robin(
     dataset: tf.data.Dataset, plan: RoundRobin, options: ShardOptions
 ) -> tf.data.Dataset:
-    """Returns the batches of this rank; the last step has the remainder.
-
-    A window has the batches of a step: one per rank, and in the last step also the pooled ones.
-    """
+    """Returns the batches of this rank; the last step has the remainder."""
     if plan.pooled == plan.repeated == 0:
         return dataset.take(plan.full).shard(options.size, options.rank)
     width = plan.pooled or options.size
+    # A window has the batches of a step: one per rank, and in the last step also the pooled ones.
     windows = dataset.window(width, shift=options.size, drop_remainder=plan.pooled > 0)
 
     def select(step: tf.Tensor, window: Any) -> tf.data.Dataset:
@@ -164,11 +162,9 @@ def _select(condition: tf.Tensor, count: int, otherwise: int) -> tf.Tensor:
 
 
 def pipeline_of(batches: Any, ahead: bool = True) -> tf.data.Dataset:
-    """Returns a pipeline of `indexed.Batches`; each iteration over it is the next epoch.
-
-    Numpy gathers the batches: memory-mapped arrays are read on demand, and no array is copied into
-    TensorFlow as a whole.
-    """
+    """Returns a pipeline of `indexed.Batches`; each iteration over it is the next epoch."""
+    # Numpy gathers the batches: memory-mapped arrays are read on demand, and no array is copied
+    # into TensorFlow as a whole.
     epochs = batches.epochs
     steps = batches.plan.steps
     sizes = batches.sizes

@@ -258,10 +258,8 @@ def _rejected_class(error: pickle.UnpicklingError) -> str:
 
 
 def _without_numpy_scalars(value: Any) -> Any:
-    """Returns a `state_dict` with Python numbers instead of numpy scalars.
-
-    torch refuses to read numpy scalars, such as a rate computed by numpy, from a file.
-    """
+    """Returns a `state_dict` with Python numbers instead of numpy scalars."""
+    # torch refuses to read numpy scalars, such as a rate computed by numpy, from a file.
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple, set):

@@ -1,8 +1,4 @@
-"""What a training has come to: kept in memory, equal on all ranks, and in a directory if wanted.
-
-Where `keras-dist run` may start the job again, commits also lie in the memory of two nodes, as
-backups do. They hold JSON and arrays, nothing that is executed.
-"""
+"""What a training has come to: kept in memory, equal on all ranks, and in a directory if wanted."""
 
 import copy
 import functools

@@ -223,12 +223,8 @@ def _listening(state: Any) -> Iterator[None]:
 
 
 def _all_restore() -> bool:
-    """Returns whether all ranks are alive and restore the last commit.
-
-    State of a dead rank alone, such as a stage of a pipeline, cannot be restored.
-
-    Collective: every rank; blocks.
-    """
+    """Returns whether all ranks are alive and restore the last commit. Collective; blocks."""
+    # State of a dead rank alone, such as a stage of a pipeline, cannot be restored.
     comm = runtime.communicator()
     if comm.subsets:
         return False  # ranks of a set might wait for this one and never arrive

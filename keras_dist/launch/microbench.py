@@ -1,8 +1,4 @@
-"""Micro-benchmarks on the ranks of a job.
-
-The job of `keras-dist bench` and `keras-dist doctor`. It imports no framework, and its root prints
-the results as one line of JSON.
-"""
+"""The job of `keras-dist bench` and `doctor`: its root prints results as one line of JSON."""
 
 import json
 import os

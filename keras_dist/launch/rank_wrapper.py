@@ -1,8 +1,7 @@
-"""The wrapper that `keras-dist run` starts for each rank.
+"""The wrapper that `keras-dist run` starts for each rank. Imports no MPI.
 
 It binds the rank to its cores, redirects its output through a child process that marks every line,
-and executes the program in its place. The program is therefore the child of mpiexec, with its own
-signals and MPI. Imports no MPI.
+and executes the program in its place: the child of mpiexec, with its own signals and MPI.
 """
 
 import argparse

@@ -1,9 +1,4 @@
-"""The program by which mpiexec of Open MPI enters a host: ssh, and a note of how it ends.
-
-That mpiexec waits forever for a host that is lost, as ssh does, or ends with exit code 0 if ssh
-fails. With this program ssh notices a host that does not answer, and `keras-dist run` is told.
-Imports no MPI.
-"""
+"""The program by which mpiexec of Open MPI enters a host, by ssh. See decision 46."""
 
 import argparse
 import contextlib
@@ -92,10 +87,8 @@ class Connections:
 
 @contextlib.contextmanager
 def watched_connections(library: Library, ssh: str | None, limit: int) -> Iterator[Connections]:
-    """Watches the connections of a job while mpiexec enters hosts by ssh.
-
-    Only mpiexec of Open MPI needs it: Hydra notices by itself that ranks are gone.
-    """
+    """Watches the connections of a job while mpiexec enters hosts by ssh."""
+    # Only mpiexec of Open MPI needs it: Hydra notices by itself that ranks are gone.
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:
         notes = Path(folder) / "connections"
         words = [] if ssh is None else agent_command(ssh, notes, limit)

@@ -1,9 +1,4 @@
-"""The program of a process that stands by for a restart of the job.
-
-Once a rank of the running job has told what it has imported, this process imports the same, then
-waits. Told to go, it runs the program of the job in its place, and only then does MPI start. If
-nothing has been imported until then, it executes the program as it would have been started.
-"""
+"""The program of a process that stands by for a restart of the job, see decision 72."""
 
 import contextlib
 import fcntl
@@ -113,15 +108,13 @@ def _notes(told: "queue.SimpleQueue[Any]") -> dict[str, Any] | None:
 
 
 def _import(notes: dict[str, Any], told: "queue.SimpleQueue[Any]") -> None:
-    """Imports the same files with the variables that the program sets before.
-
-    One process of a node after the other: the job needs the cores meanwhile.
-    """
+    """Imports the same files with the variables that the program sets before."""
     for name, text in notes["environment"].items():
         if text is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = text
+    # One process of a node after the other: the job needs the cores meanwhile.
     with _turn(imports_file(), told):
         for name, origin in notes["modules"]:
             with contextlib.suppress(Exception, SystemExit):

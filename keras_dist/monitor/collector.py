@@ -1,9 +1,4 @@
-"""The collector: the root requests the reports of all ranks when a client reads from an endpoint.
-
-A thread of every rank polls its mailbox. Without a reader no message is sent, and training is not
-involved. Requests and reports take the ways of a tree, so that the root exchanges messages with a
-few ranks. A rank that does not answer is shown with the age of its last report, and is asked once.
-"""
+"""The collector: the root asks for reports when a client reads. See decisions 35 and 45."""
 
 import dataclasses
 import logging
@@ -76,15 +71,13 @@ class Collector:
         self._thread.join()
 
     def job(self) -> Job:
-        """Returns the state of the job, after requesting reports. On the root, in any thread.
-
-        With up to nine ranks, it waits one second at most where all answer, else two; with more
-        ranks, as long for each level of the tree.
-        """
+        """Returns the state of the job, after requesting reports. On the root, in any thread."""
         with self._news:
             if self._mailbox is not None:
                 self._wanted = time.monotonic() - FRESH_SECONDS
                 self._wake.set()
+                # With up to nine ranks, one second at most where all answer, else two; with more
+                # ranks, as long for each level of the tree.
                 self._news.wait_for(lambda: not self._missing() or self._ends, self._patience)
             self._known[0] = of_this_rank(self._comm), time.monotonic()
             rows = [self._row(rank) for rank in range(len(self._processes))]

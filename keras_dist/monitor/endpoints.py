@@ -1,7 +1,4 @@
-"""The endpoints of a job: the collector of reports, and where the root serves them.
-
-An endpoint that cannot be opened, such as a port in use, is a warning; training continues.
-"""
+"""The endpoints of a job: the collector of reports, and where the root serves them."""
 
 import contextlib
 import logging

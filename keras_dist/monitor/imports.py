@@ -1,8 +1,4 @@
-"""What a rank has imported by its first steps, for the processes that stand by on its node.
-
-`keras-dist run --max-restarts` keeps such processes, see `launch.standby_process`. One rank
-of each node writes a file in the memory of the node.
-"""
+"""What a rank has imported by its first steps, for processes that stand by. See decision 72."""
 
 import json
 import os
@@ -84,10 +80,8 @@ def _tell() -> None:
 
 
 def _modules() -> list[tuple[str, str | None]]:
-    """Returns the installed modules and their files, in the order of their imports.
-
-    Modules of the user may be changed before a restart, or do something when they are imported.
-    """
+    """Returns the installed modules and their files, in the order of their imports."""
+    # Modules of the user may be changed before a restart, or do something when they are imported.
     specs = [(name, getattr(each, "__spec__", None)) for name, each in list(sys.modules.items())]
     return [(name, spec.origin) for name, spec in specs if spec and _is_installed(name, spec)]
 

@@ -1,7 +1,4 @@
-"""Jobs in the text format 0.0.4 of Prometheus.
-
-Counters accompany ratios and rates, so that a query can use another window.
-"""
+"""Jobs in the text format 0.0.4 of Prometheus, with counters, so that queries choose the window."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

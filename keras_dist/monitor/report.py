@@ -1,7 +1,7 @@
 """The report of a rank: progress, speed, waits and resources; and the job, all reports together.
 
-A report takes about 100 microseconds and requires no communication. Independent of transports; the
-JSON form can be read without keras_dist, and readers of reports do not import the engine.
+A report takes about 100 microseconds and requires no communication. The JSON form can be read
+without keras_dist, and readers of reports do not import the engine.
 """
 
 import contextlib
@@ -27,37 +27,27 @@ SILENT_SECONDS = 5.0  # a rank with an older report does not answer
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The report of a rank. `None` means unknown.
-
-    Args:
-        time: when it was made, in seconds since 1970.
-        steps_per_second: over the last 10 seconds.
-        waiting: ratio of the last 10 seconds in which it waited for other ranks, 0 to 1.
-        waited_seconds: seconds of waiting since the start of the process.
-        waits_in: the collective in which it waits now, with seconds; or `""`.
-        memory_nbytes: resident memory of the process.
-        age: seconds since the root requested it; `None` before the first answer.
-    """
+    """The report of a rank. `None` means unknown."""
 
     rank: int
     host: str
     pid: int
-    time: float
+    time: float  # in seconds since 1970
     state: str = ""
     epoch: int | None = None
     epochs: int | None = None
     step: int | None = None
     steps: int | None = None
     done: int = 0
-    steps_per_second: float | None = None
+    steps_per_second: float | None = None  # over the last 10 seconds
     samples_per_second: float | None = None
-    waiting: float | None = None
-    waited_seconds: float = 0.0
-    waits_in: str = ""
+    waiting: float | None = None  # for other ranks, ratio of the last 10 seconds, 0 to 1
+    waited_seconds: float = 0.0  # since the start of the process
+    waits_in: str = ""  # the collective in which it waits now, with seconds
     logs: dict[str, float] = dataclasses.field(default_factory=dict)
-    memory_nbytes: int | None = None
+    memory_nbytes: int | None = None  # resident
     gpu: Gpu | None = None
-    age: float | None = None
+    age: float | None = None  # seconds since the root requested it; `None`: no answer yet
 
     @property
     def is_silent(self) -> bool:

@@ -2,7 +2,6 @@
 
 The root of a job serves at a Unix socket in this directory, and on request at a port, which needs
 the token. The file of the token stays when the job ends, so that a scraper is configured once.
-Imports no engine.
 """
 
 import contextlib
@@ -47,10 +46,8 @@ def directory() -> Path:
 
 
 def find_sockets() -> list[Path]:
-    """Returns the sockets of this user's jobs, the newest first.
-
-    Nodes may share the directory, and a container on this one may have a name of its own.
-    """
+    """Returns the sockets of this user's jobs, the newest first."""
+    # Nodes may share the directory, and a container on this one may have a name of its own.
     candidates = filter(is_private_directory, _candidates())
     found = [path for folder in candidates for path in folder.glob(f"*{SUFFIX}")]
     dated = []
@@ -141,14 +138,12 @@ def _no_token(expected: str, received: str) -> errors.LaunchError:
 
 
 def _candidates() -> list[Path]:
-    """Returns the candidates for the directory, in order of preference.
-
-    `TMPDIR` comes last: batch systems set it for the job only, so a viewer would look elsewhere.
-    """
+    """Returns the candidates for the directory, in order of preference."""
     candidates = []
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):  # batch jobs inherit it from another node
         candidates.append(Path(runtime) / "keras_dist")
+    # `TMPDIR` comes last: batch systems set it for the job only, so a viewer would look elsewhere.
     for parent in ("/tmp", tempfile.gettempdir()):
         if os.access(parent, os.W_OK):
             candidates.append(Path(parent) / private_name())

@@ -126,12 +126,9 @@ def bucket_nbytes(overlaps: bool = False, by_nccl: bool = False) -> int:
 
 
 def overlaps(comm: _engine.Communicator) -> bool:
-    """Returns whether reductions overlap with backpropagation.
-
-    `auto` overlaps if ranks use a network or have a spare core. On a single core, reduction and
-    computation compete, which costs a few per cent of the speed.
-    """
+    """Returns whether reductions overlap with backpropagation."""
     chosen = config.settings().overlap
     if chosen == "auto":
+        # On one core, reduction and computation compete, which costs a few per cent of the speed.
         return not comm.is_one_node or comm.job.fewest_cores > 1
     return chosen == "on"

@@ -1,8 +1,4 @@
-"""`send` and `recv`: point-to-point operations for models that span several ranks.
-
-The tensors of a backend are handled by its `differentiable_host_callback` only; the engine matches
-the two ranks.
-"""
+"""`send` and `recv`: point-to-point operations for models that span several ranks."""
 
 import sys
 from typing import Any

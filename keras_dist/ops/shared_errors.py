@@ -1,8 +1,7 @@
 """Argument errors of one rank, raised on all ranks, so that the job can continue in step.
 
 A collective begins with a rendezvous. A rank that rejects its arguments before it would leave the
-other ranks waiting, and would be one operation behind if its script continued. `raise_on_all`
-does the same for a block of a script.
+other ranks waiting, and would be one operation behind if its script continued.
 """
 
 import contextlib
@@ -20,10 +19,8 @@ R = TypeVar("R")
 
 
 def raises_on_all(operation: Callable[P, R]) -> Callable[P, R]:
-    """Makes the errors of a collective before its rendezvous those of all ranks. Collective.
-
-    A rank whose arguments are invalid waits for the others, which raise its error as well.
-    """
+    """Makes the errors of a collective before its rendezvous those of all ranks. Collective."""
+    # A rank whose arguments are invalid waits for the others, which raise its error as well.
     count = _engine.collectives.rendezvous_count
 
     @functools.wraps(operation)

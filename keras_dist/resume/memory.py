@@ -1,9 +1,4 @@
-"""Copies of generations in the memory of the root's node and of the next node.
-
-A copy is a generation of one part in a memory file system. It survives the ranks of the job: a
-restarted job finds it on any node that is left, and no disk is read. Copies that cannot be written
-or read cause a warning, and the generation on disk remains.
-"""
+"""Copies of generations in the memory of the root's node and of the next node, see decision 67."""
 
 import contextlib
 import functools
@@ -70,11 +65,9 @@ class MemoryCopies:
         return None
 
     def newest(self, copy: Path | None) -> Contents | None:
-        """Returns the newest of what `find` returned, on the root, and of the backups on disk.
-
-        Raises if there is none because no copy could be brought to the root. Not collective.
-        """
+        """Returns the newest of what `find` returned, on the root, and of the backups on disk."""
         found = newest(self._backup_dir, copy)
+        # No copy could be brought to the root.
         if found is None and self._lost:
             place = f"{config.settings().memory_directory} of {os.uname().nodename}"
             expected = f"a backup in {self._backup_dir}, or room in {place} for one of another node"
@@ -92,11 +85,9 @@ class MemoryCopies:
             self._directory()
 
     def next_number(self) -> int | None:
-        """Returns the number of a new generation, on the root; `None` without copies.
-
-        These are nanoseconds since 1970: a copy of an earlier fit, on a node that was away when
-        that fit ended, never is the newest.
-        """
+        """Returns the number of a new generation, on the root; `None` without copies."""
+        # Nanoseconds since 1970: a copy of an earlier fit, on a node that was away when that fit
+        # ended, never is the newest.
         return max(1 + self.number, time.time_ns()) if self._name else None
 
     def write(self, number: int, tensors: Sequence[Tensor], about: dict[str, Any]) -> Path | None:

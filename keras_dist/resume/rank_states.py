@@ -45,10 +45,7 @@ class OwnSteps:
 
 
 class CompressionErrors:
-    """The errors of compressed gradients of each rank.
-
-    In a job of another size each rank gets the same share of their sum.
-    """
+    """The errors of compressed gradients of each rank; in another size, shares of their sum."""
 
     key = "compression"
 

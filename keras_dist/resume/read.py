@@ -24,16 +24,12 @@ _log = logging.getLogger("keras_dist")
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """A generation, and what its parts hold.
-
-    Args:
-        pieces: consecutive elements of each variable, with the number of the first one.
-        arrays: those that are not variables, by name.
-    """
+    """A generation, and what its parts hold."""
 
     generation: Generation
+    # Consecutive elements of each variable, with the number of the first one.
     pieces: Mapping[int, Sequence[tuple[int, Extent]]]
-    arrays: Mapping[str, Extent]
+    arrays: Mapping[str, Extent]  # those that are not variables, by name
 
     @property
     def about(self) -> Mapping[str, Any]:

@@ -1,9 +1,4 @@
-"""What a fit has come to besides its variables: a list of objects that give and take their state.
-
-A generation holds the states of all ranks. In a job of the same size each rank takes its own; in a
-job of another size each object decides, see `Resumable.take`. Nested values are JSON and bytes:
-reading them executes no code.
-"""
+"""What a fit has come to besides its variables: objects that give and take it. See decision 70."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -100,12 +95,7 @@ class FitState:
         self.found: Sequence[Packed] = ()  # what `read` has returned
 
     def gather(self) -> list[Packed]:
-        """Returns the states of all ranks. Collective: every rank; blocks.
-
-        Raises:
-            CheckpointError: a custom callback fails in `state_dict`, or returns a value that a
-                generation cannot contain; raised on every rank.
-        """
+        """Returns the states of all ranks; an error of a callback is raised on all. Collective."""
 
         def mine() -> Packed:
             return _packed({each.key: each.give() for each in self._every})
@@ -187,10 +177,7 @@ class Seeds:
 
 
 class Statistics:
-    """The moving statistics of each rank, whose averages are in the variables.
-
-    A job of another size keeps the averages.
-    """
+    """The moving statistics of each rank; a job of another size keeps their averages."""
 
     key = "statistics"
 
@@ -331,10 +318,8 @@ def _set(states: Mapping[str, Any]) -> None:
 
 
 def _of_steps(states: dict[str, Any]) -> dict[str, Any]:
-    """Returns the states of generators that train steps use.
-
-    On TensorFlow a thread reads data ahead of training, so generators of data continue.
-    """
+    """Returns the states of generators that train steps use."""
     if keras.backend.backend() != "tensorflow":
         return states
+    # A thread reads data ahead of training, so generators of data continue.
     return {name: state for name, state in states.items() if name == "keras"}

@@ -1,7 +1,7 @@
 """The variables of a model in a generation: who writes them, and the check that they fit a model.
 
 A rank writes its slices of sharded state. State that is equal on all ranks is dealt by bytes, in
-equal ranges. The root writes what differs from rank to rank. Does not communicate.
+equal ranges. The root writes what differs from rank to rank.
 """
 
 import dataclasses
@@ -180,10 +180,7 @@ def others_of(model: keras.Model, about: dict[str, Any]) -> dict[str, np.ndarray
 
 
 def restore(model: keras.Model, contents: Contents, is_root: bool, alone: bool = False) -> None:
-    """Restores weights, optimizers and random states of a model.
-
-    Does not communicate. Of optimizers that shard their state, a rank reads its slices.
-    """
+    """Restores weights, optimizers, of those that shard it slices of state, and random states."""
     path = contents.generation.path
     try:
         _restore(model, contents, is_root, alone)

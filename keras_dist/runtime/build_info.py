@@ -1,7 +1,4 @@
-"""Horovod's build queries, answered for keras_dist.
-
-Horovod links libraries when it is built; keras_dist looks for an MPI library when it starts.
-"""
+"""Horovod's build queries, for keras_dist, which looks for an MPI library when it starts."""
 
 from keras_dist import _engine, _gpu, errors, runtime
 

@@ -1,9 +1,4 @@
-"""Exit hooks: all ranks end together, so that no rank waits for one that has exited.
-
-A rank may exit by an uncaught exception, or by reaching the end of the script (`sys.exit`
-included), while others still call collectives. Under a launcher the hooks are installed when
-keras_dist is imported.
-"""
+"""Exit hooks: all ranks end together, so that none waits for another. See decision 10."""
 
 import atexit
 import functools

@@ -1,7 +1,4 @@
-"""The communicators of the job and of its process sets; `startup` connects the ranks.
-
-Asking for a rank, or running a collective, before `init` initializes keras_dist with its defaults.
-"""
+"""The communicators of the job and of its process sets, by `init` or by the first use of ranks."""
 
 import contextlib
 import functools

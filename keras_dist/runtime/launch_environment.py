@@ -1,8 +1,7 @@
 """The environment variables by which launchers describe the job. Does not use MPI.
 
-mpirun, mpiexec and srun announce the number of ranks through the environment. MPI itself is
-authoritative; these variables serve to detect that MPI and the launcher do not match, and to size
-thread pools before MPI is initialized.
+MPI itself is authoritative; these variables serve to detect that MPI and the launcher do not match,
+and to size thread pools before MPI is initialized.
 """
 
 import dataclasses
@@ -83,11 +82,9 @@ def starts_ranks() -> bool:
 
 
 def limit_threads(count: int | None = None) -> None:
-    """Sizes TensorFlow's thread pools, unless the user has.
-
-    TensorFlow creates its pools when the first operation runs, which may be before
-    `keras_dist.init()`; only environment variables set at import take effect in time.
-    """
+    """Sizes TensorFlow's thread pools, unless the user has."""
+    # TensorFlow creates its pools when the first operation runs, which may be before
+    # `keras_dist.init()`; only environment variables set at import take effect in time.
     local_size = announced_local_size()
     if count is None and local_size > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0

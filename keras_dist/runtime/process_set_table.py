@@ -158,15 +158,13 @@ class ProcessSetTable:
 
 
 def _match(requests: Sequence[Sequence[Request]], job: _engine.Communicator) -> list[Any]:
-    """Returns the group of sets for each position of the ranks' lists.
-
-    A list of ranks must be the same on all ranks; a communicator on each of its ranks.
-    """
+    """Returns the group of sets for each position of the ranks' lists."""
     for rank, own in enumerate(requests):
         if len(own) != len(requests[0]):
             expected = f"{len(requests[0])} process sets as on rank 0"
             raise _mismatch(job, rank, expected, f"{len(own)}")
     groups = []
+    # A list of ranks must be the same on all ranks; a communicator on each of its ranks.
     for number, column in enumerate(zip(*requests, strict=True)):
         label, first = f"process set number {number}", column[0]
         for rank, (kind, ranks) in enumerate(column):

@@ -1,8 +1,7 @@
-"""The signals that ask a job to end with its state saved, received immediately.
+"""The signals that ask a job to end with its state saved, received at once by a thread.
 
 Python runs signal handlers in the main thread, between two instructions. While that thread is
-inside the framework, a signal would wait, and so would a second one, which must end the process. So
-a separate thread receives signals, through a pipe. Independent of ranks and callbacks.
+inside the framework, a signal would wait, and so would a second one, which must end the process.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Startup: connects the ranks, checks launcher, settings and versions, assigns device and cores.
-
-MPI is authoritative: what the launcher announces is compared with it, and the settings of the ranks
-with each other, before any data is exchanged.
-"""
+"""Startup: connects the ranks, checks launcher, settings and versions, assigns device and cores."""
 
 import atexit
 import collections
@@ -251,24 +247,19 @@ def _abort_job() -> None:
 
 
 def _cores_of_ranks(comm: _engine.Communicator) -> list[int]:
-    """Returns the number of cores of every rank, at least 1. Collective.
-
-    A core that n ranks of a node may use counts 1/n for each of them, which is right for bound
-    and for unbound ranks.
-    """
+    """Returns the number of cores of every rank, at least 1. Collective."""
     everything = range(os.cpu_count() or 1)
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything
     affinities = _engine.collectives.allgather_object(comm, (os.uname().nodename, own))
     users = collections.Counter((node, core) for node, cores in affinities for core in cores)
+    # A core that n ranks of a node may use counts 1/n for each of them, bound or unbound.
     shares = [sum(1 / users[node, core] for core in cores) for node, cores in affinities]
     return [max(1, int(share + 1e-6)) for share in shares]
 
 
 def compare_hosts(mpi: Any, comm: Any) -> None:
-    """Compares versions and clocks of the ranks. Collective: every rank; blocks.
-
-    Uses MPI alone: the messages of another version of keras_dist may have another form.
-    """
+    """Compares versions and clocks of the ranks. Collective: every rank; blocks."""
+    # Uses MPI alone: the messages of another version of keras_dist may have another form.
     found = versions(mpi)
     comm.Barrier()  # so that all ranks read their clocks at the same time
     ranks = comm.allgather((os.uname().nodename, found, time.time()))

@@ -1,8 +1,4 @@
-"""Directories for copies of backups in the memory of a node.
-
-They are files of a memory file system, so that they survive the ranks of a job, and its restart. A
-directory belongs to one job and one backup, and only its user can access it.
-"""
+"""Directories for copies of backups in the memory of a node, of one job each. See decision 67."""
 
 import contextlib
 import hashlib
@@ -23,13 +19,11 @@ def directory_of(job_id: str, backup_dir: Path) -> str:
 
 
 def make_directory(name: str) -> Path:
-    """Returns the path of a directory on this node, which is created if missing.
-
-    The directory counts as used now, see `remove_old`.
-    """
+    """Returns the path of a directory on this node, which is created if missing."""
     parent = _of_user(config.settings())
     make_private_directory(parent, runtime.where())
     (parent / name).mkdir(mode=0o700, exist_ok=True)
+    # It is in use from now on, see `remove_old`.
     os.utime(parent / name)
     return parent / name
 

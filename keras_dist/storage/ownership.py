@@ -39,11 +39,9 @@ def make_private_directory(path: Path, where: str) -> None:
 
 
 def find_unsafe(path: Path) -> Path | None:
-    """Returns the first directory of a path in which other users can replace entries, or `None`.
-
-    A directory is safe if it belongs to this user or to root, and is not writable by all users or
-    has its sticky bit set. Members of its group are trusted.
-    """
+    """Returns the first directory of a path in which other users can replace entries, or `None`."""
+    # A directory is safe if it belongs to this user or to root, and is not writable by all users or
+    # has its sticky bit set. Members of its group are trusted.
     return next((each for each in (path, *path.parents) if not _is_safe(each.lstat())), None)
 
 

@@ -1,9 +1,4 @@
-"""Collectives as TensorFlow operations that run on the host, eagerly or in a graph.
-
-Their errors are both keras_dist's and TensorFlow's, which scripts of Horovod catch. When the graph
-of a `tf.function` runs, TensorFlow raises an error of its own with the same text: an
-`InvalidArgumentError` for arguments, an `UnknownError` for a mismatch.
-"""
+"""Collectives as TensorFlow operations that run on the host, eagerly or in a graph."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""Operations without tensors: of Python objects, `join`, `barrier`, and ranks and sizes.
-
-Ranks and sizes are evaluated when a graph runs, not when it is traced.
-"""
+"""Operations without tensors, of Python objects, `join`, `barrier`; ranks when a graph runs."""
 
 from collections.abc import Callable
 from typing import Any

@@ -15,11 +15,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes `torch.compile` call a function where it would trace it.
-
-    `torch.compiler.disable` alone imports the compiler, which takes as long as torch; so here it is
-    called only when something else has imported the compiler, and thus might compile.
-    """
+    """Makes `torch.compile` call a function where it would trace it."""
+    # `torch.compiler.disable` alone imports the compiler, which takes as long as torch; so here it
+    # is called only when something else has imported the compiler, and thus might compile.
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)

@@ -177,10 +177,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_reduction(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Returns a closure that reduces the gradients and averages the loss.
-
-    Optimizers such as LBFGS decide by the loss whether to continue; the ranks must agree.
-    """
+    """Returns a closure that reduces the gradients and averages the loss."""
 
     @functools.wraps(closure)
     def reduced() -> Any:
@@ -191,6 +188,7 @@ def _with_reduction(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], 
         if not gradients.is_shared() or loss is None:
             return loss
         with torch.no_grad():
+            # Optimizers such as LBFGS decide by the loss whether to continue; the ranks must agree.
             mean = allreduce(torch.as_tensor(loss), process_set=gradients.process_set)
         return mean if isinstance(loss, torch.Tensor) else mean.item()
 

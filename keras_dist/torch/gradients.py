@@ -1,9 +1,7 @@
 """The reduction of the gradients of torch parameters, overlapped with the backward pass.
 
-A hook on every parameter counts its backward passes. After the last pass of a step its gradient is
-ready, and complete buckets are reduced during the backward pass. In the first step all gradients
-are reduced at the end, since the parameters that have gradients, and their dtypes, are unknown
-before.
+A hook on every parameter counts its backward passes. In the first step all gradients are reduced at
+the end, since the parameters that have gradients, and their dtypes, are unknown before.
 """
 
 import weakref
@@ -126,12 +124,10 @@ class Gradients:
         self.are_reduced = False
 
     def reduce(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Reduces the gradients, or waits for their reductions in progress. Collective; blocks.
-
-        A parameter without a gradient on this rank contributes zeros if another rank has one, or
-        had one in the last step. If no rank has a gradient, it remains `None`, so that weight decay
-        and momentum do not apply.
-        """
+        """Reduces the gradients, or waits for their reductions in progress. Collective; blocks."""
+        # A parameter without a gradient on this rank contributes zeros if another rank has one, or
+        # had one in the last step. If no rank has a gradient, it remains `None`, so that weight
+        # decay and momentum do not apply.
         self.watch(parameters)
         self.are_reduced = True
         if not self.is_shared():

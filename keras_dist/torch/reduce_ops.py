@@ -1,7 +1,4 @@
-"""Reductions of tensors: `allreduce`, its grouped form, those in place, and of sparse tensors.
-
-A tensor is read in place, on the host or, where NCCL moves it, in GPU memory.
-"""
+"""Reductions of tensors: `allreduce`, its grouped form, those in place, and of sparse tensors."""
 
 import functools
 from collections.abc import Sequence

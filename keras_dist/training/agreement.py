@@ -1,7 +1,4 @@
-"""Check that the ranks call `fit` with equal arguments where these must be equal.
-
-A rank with more epochs, or with a validation that other ranks lack, would wait there forever.
-"""
+"""Check that the ranks call `fit` with equal arguments where one would wait forever otherwise."""
 
 import collections
 import contextlib
@@ -80,12 +77,11 @@ def set_of(found: list[Any], model: Any) -> ProcessSet | None:
 def agree_on_fit(arguments: dict[str, Any]) -> tuple[bool, bool]:
     """Checks that all ranks call `fit` with equal arguments, if it has callbacks of keras_dist.
 
-    The data, its number of batches, `verbose`, and callbacks of Keras and of the user may differ.
-    Any rank may append such callbacks to those of keras_dist; they may stop training.
-
     Returns whether the data of all ranks has been sharded by `keras_dist.data`, and whether their
     batches are known to have equal shapes in each step. Collective; blocks.
     """
+    # The data, its number of batches, `verbose`, and callbacks of Keras and of the user may differ.
+    # Any rank may append such callbacks to those of keras_dist; they may stop training.
     if not members(flat(arguments)):
         if distributed_optimizers(arguments["self"]) and runtime.fit_size() > 1:
             _warn_of_weights()

@@ -1,7 +1,4 @@
-"""What a number that a loss or a metric of the user returns for a batch is of those of its halves.
-
-It is tried on a few rows, apart from variables.
-"""
+"""What a number of a user's loss or metric for a few rows is of those of the halves of the rows."""
 
 import contextlib
 import functools
@@ -50,11 +47,9 @@ def _tried(
 
 
 def _missing_targets(function: Any) -> list[float]:
-    """Returns what a function of the user may take for missing targets, by what it mentions.
-
-    These are 0, negative numbers, 255 and NaN: others are classes. A function is not called with
-    NaN for nothing, as it may keep a mean of its values.
-    """
+    """Returns what a function of the user may take for missing targets, by what it mentions."""
+    # These are 0, negative numbers, 255 and NaN: others are classes. A function is not called with
+    # NaN for nothing, as it may keep a mean of its values.
     found, parts, seen = set[float](), [function], set[int]()
     while parts and len(seen) < MOST_PARTS:
         part = parts.pop(0)
@@ -85,10 +80,7 @@ def _missing_targets(function: Any) -> list[float]:
 
 
 def _of_halves(function: Callable[..., Any], make_rows: Callable[[], Any]) -> str | None:
-    """Returns what a number for targets and outputs is of those of their halves.
-
-    `None` if the function cannot be tried on them.
-    """
+    """Returns what a number for targets and outputs is of those of halves; `None` if unknown."""
     try:
         given = make_rows()
         whole, *parts = (
@@ -167,10 +159,8 @@ def _tensors(targets: np.ndarray, outputs: np.ndarray, missing: float | None = N
 
 
 def averages_no_means(metric: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """Returns whether a metric averages numbers of whole batches that differ from those of parts.
-
-    Such is the root of a mean square: its average over ranks is not that of their common batch.
-    """
+    """Returns whether a metric averages numbers of batches that differ from those of parts."""
+    # As the root of a mean square: its average over ranks is not that of their common batch.
     function, options = function_of_metric(metric)
     if function is None or isinstance(function, keras.losses.Loss) or is_part_of_keras(function):
         return False

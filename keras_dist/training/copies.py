@@ -1,11 +1,8 @@
 """Optimizers that Keras has made of distributed ones: what they reduce is settled when they train.
 
-A copy becomes distributed then. Before, the variables and layers that options name may not exist,
-and the copy may be wrapped anew, with other options. See `saved_options` for how options travel.
-
-A `LossScaleOptimizer` skips a step when a gradient of its own rank overflows. If the inner
-optimizer reduced, a rank that skips would not reduce, and the other ranks would combine gradients
-of different steps. The reduction therefore moves outwards: by `make_train_function` for models, by
+Before, the variables and layers that options name may not exist, and the copy may be wrapped anew,
+with other options. A `LossScaleOptimizer` skips a step when a gradient of its own rank overflows,
+so it reduces in place of its inner optimizer: by `make_train_function` for models, by
 `watch_loss_scales` for custom loops.
 """
 
@@ -137,10 +134,8 @@ def complete(optimizer: Any, model: keras.Model | None = None) -> None:
 
 
 def move_outwards(optimizer: Any) -> bool:
-    """Moves the reduction from an inner optimizer to the `LossScaleOptimizer` around it.
-
-    Under `mixed_float16`, `compile` wraps the user's optimizer. Other optimizers are unchanged.
-    """
+    """Moves the reduction from an inner optimizer to the `LossScaleOptimizer` around it, if any."""
+    # Under `mixed_float16`, `compile` wraps the user's optimizer.
     inner = inner_optimizer(optimizer)
     complete(inner)
     if not isinstance(inner, KeepsOptions) or is_distributed(optimizer):

@@ -1,15 +1,8 @@
-"""Mixins that make a Keras optimizer reduce its gradients.
+"""Mixins that make a Keras optimizer reduce its gradients, see decisions 1 and 2.
 
-The class of the instance is replaced by a subclass with the same name and module. So `isinstance`
-holds, built state stays, and a saved model loads in a process without keras_dist.
-
-Gradients are reduced after Keras' local gradient accumulation and before clipping, so that the
-clipping norm is that of the averaged gradient. If a class overrides `apply`, gradients are reduced
-before that method.
-
-The reduction overrides an undocumented Keras method, which another version may rename. `Update`
-and `check_reduced` hook different methods: those that receive gradients, and the method that
-updates variables. In a graph they run at tracing time and cost nothing per step.
+The reduction overrides an undocumented Keras method, which another version may rename. `Update` and
+`check_reduced` hook different methods: those that receive gradients, and the method that updates
+variables. In a graph they run at tracing time and cost nothing per step.
 """
 
 import functools

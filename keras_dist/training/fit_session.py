@@ -1,9 +1,8 @@
 """The life of a fit: one object for each call of `fit`, `evaluate`, `predict` or `train_on_batch`.
 
-Read from top to bottom. `keras_hooks` calls a session where Keras has something to say; nothing
-else steers a fit. Callbacks take part as `SessionCallback`. The innermost call of a model's methods
-is its session: calls within it, such as an `evaluate` in a callback, neither inherit nor remove
-what the outer one does.
+`keras_hooks` calls a session where Keras has something to say; nothing else steers a fit. The
+innermost call of a model's methods is its session: calls within it, such as an `evaluate` in a
+callback, neither inherit nor remove what the outer one does.
 """
 
 import enum
@@ -184,10 +183,8 @@ class FitSession:
     # --- the end of the steps of an epoch ----------------------------------------------------
 
     def transform_logs(self, place: Logs, function: Transformation) -> None:
-        """Adds a function of logs, which returns those to use instead, for the end of steps.
-
-        Keras has no hook there, before the validation of an epoch; it computes the logs there.
-        """
+        """Adds a function of logs, which returns those to use instead, for the end of steps."""
+        # Keras has no hook there, before the validation of an epoch; it computes the logs there.
         self._logs[place] = function
 
     def logs_of_epoch(self, compute: Compute, logs: Any) -> Any:

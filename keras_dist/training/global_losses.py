@@ -1,11 +1,4 @@
-"""Losses over the batches of all ranks.
-
-The ranks average their gradients, so each rank would count alike, whatever its loss was divided by:
-the samples of its batch, the tokens that are not masked, or the sum of its sample weights. In the
-steps of models with a distributed optimizer, the gradient of each loss of `compile` is therefore
-scaled by the share of the rank in what all ranks divide by, and its value is that of all ranks. The
-same holds in an `evaluate` with the callbacks of keras_dist.
-"""
+"""Losses over the batches of all ranks, in steps of distributed optimizers and `evaluate`."""
 
 import contextlib
 import dataclasses

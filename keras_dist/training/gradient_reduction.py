@@ -79,11 +79,9 @@ class GradientReduction:
         use: Callable[[list[Any], list[Any]], Any],
         known: Sequence[Any] = (),
     ) -> Any:
-        """Calls a function that reduces gradients, with zeros for those that only others have.
-
-        Nothing is exchanged as long as all ranks have the gradients of the same variables. A
-        compiled step that lacks one asks the other ranks once, when it is traced. Collective.
-        """
+        """Calls a function that reduces gradients, with zeros for missing ones. Collective."""
+        # Nothing is exchanged as long as all ranks have the gradients of the same variables. A
+        # compiled step that lacks one asks the other ranks once, when it is traced.
         _check_counts(gradients, variables)
         comm, known = self.communicator(), known or variables
         local = self._local_keys(known)
@@ -175,10 +173,7 @@ class GradientReduction:
     def queue(
         self, arrays: Sequence[np.ndarray], variables: Sequence[Any]
     ) -> Callable[[], Sequence[np.ndarray]]:
-        """Begins to reduce arrays of the host; returns a function that waits for the results.
-
-        What others notice meanwhile is told when it is called. Collective; does not block.
-        """
+        """Begins to reduce arrays; returns a function that waits. Collective; does not block."""
         comm = self.communicator()
         if comm is None:
             return lambda: arrays
@@ -188,6 +183,7 @@ class GradientReduction:
         plan = self._plan(comm, variables, positions, specs, at_once=True)
         work = functools.partial(_engine.piggyback.hold, functools.partial(plan, given))
         handle = comm.order.queue(work, "average of local steps")
+        # What others notice meanwhile is told here, at the same step on all ranks.
         return lambda: _engine.piggyback.release(handle.wait())[::-1]
 
     def reduce_overwriting(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

@@ -1,8 +1,7 @@
 """The places at which Keras calls a session: the one module that patches its trainers and lists.
 
 The methods are patched when the first optimizer is distributed, or the first callback of keras_dist
-is made, for all models of this process: in the classes that define them, so that trainers that are
-no `keras.Model` train alike.
+is made: in the classes that define them, so that trainers that are no `keras.Model` train alike.
 """
 
 import functools
@@ -134,12 +133,10 @@ def _running(task: str, method: Callable[..., Any], model: Any, *args: Any, **kw
 
 
 def _build_before_reading(model: Any, data: Any) -> None:
-    """Builds a model, its losses and metrics if Keras would build them from workers or a stream.
-
-    On JAX and torch Keras takes a batch for their shapes, and keeps what workers have read by then
-    for the first epoch: these batches come twice, and the last ones of the epoch do not come. An
-    iterator would go on with its next epoch.
-    """
+    """Builds a model, its losses and metrics if Keras would build them from workers or a stream."""
+    # On JAX and torch Keras takes a batch for their shapes, and keeps what workers have read by
+    # then for the first epoch: these batches come twice, and the last ones of the epoch do not
+    # come. An iterator would go on with its next epoch.
     is_read = keras.config.backend() != "tensorflow" and epochs.is_sharded(data)
     is_stream = isinstance(data, StreamDataset)
     has_workers = isinstance(data, keras.utils.PyDataset) and epochs.has_workers(data)

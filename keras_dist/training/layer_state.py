@@ -3,7 +3,7 @@
 A layer may keep a vocabulary, boundaries of bins, or what the methods `save_own_variables` and
 `save_assets` of a user's class save, and derive constants, as `Normalization` does in
 `finalize_state`. Wherever variables are set, `write` sets this state as well, or `refresh` derives
-the constants anew. Does not communicate.
+the constants anew.
 """
 
 import contextlib

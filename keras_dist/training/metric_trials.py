@@ -26,10 +26,8 @@ class UnmergeableMetric(Exception):
 
 
 def behaviours(metric: keras.metrics.Metric, variables: Iterable[Any]) -> list[str]:
-    """Returns for each variable whether it is a `"sum"`, a `"max"` or a `"min"` over samples.
-
-    A sum over batches is a `"mean"`: each rank has a part of each batch.
-    """
+    """Returns for each variable whether it is a `"sum"`, a `"max"` or a `"min"` over samples."""
+    # A sum over batches is a `"mean"`: each rank has a part of each batch.
     asked, twin = list(variables), _twin(metric, {})
     before = _twin(twin, {})
     every, reset = list(twin.variables), list(reset_values(twin).values())
@@ -127,11 +125,7 @@ def _behaviour(
 def _fitting(
     twin: Any, start: list[np.ndarray], place: int, batch: Any, after: Sequence[np.ndarray]
 ) -> set[str]:
-    """Returns the behaviours that fit what a batch does to a variable.
-
-    Args:
-        after: values of the variable after other batches, whose elements differ.
-    """
+    """Returns what fits the effect of a batch; the elements in `after`, of others, differ."""
     shifted = [(start[place] + shift).astype(start[place].dtype) for shift in SHIFTS]
     befores, afters, others = [*shifted[:-1], *after, shifted[-1]], [], []
     for before in befores:
@@ -156,10 +150,8 @@ def _fitting(
 
 
 def _of_halves(twin: Any, start: list[np.ndarray], place: int, batch: Any) -> set[str]:
-    """Returns whether a batch adds the `"sum"` or the `"mean"` of what its halves add.
-
-    The mean it is for a number of batches and a sum of means: ranks have parts of each batch.
-    """
+    """Returns whether a batch adds the `"sum"` or the `"mean"` of what its halves add."""
+    # The mean it is for a number of batches and a sum of means: ranks have parts of each batch.
     parts = [slice(SAMPLES), slice(SAMPLES // 2), slice(SAMPLES // 2, SAMPLES)]
     added = []
     for rows in parts:
@@ -212,11 +204,8 @@ def _close(found: np.ndarray, expected: np.ndarray) -> bool:
 
 
 def _twin(value: Any, made: dict[int, Any]) -> Any:
-    """Copies metrics and what they hold, at any depth; shares variables and other parts of Keras.
-
-    Args:
-        made: the copies by the `id` of the original, as `copy.deepcopy` has them.
-    """
+    """Copies metrics and what they hold, at any depth; shares variables and parts of Keras."""
+    # `made` has the copies by the `id` of the original, as `copy.deepcopy` has them.
     if isinstance(value, keras.metrics.Metric):
         if id(value) not in made:
             made.update((id(variable), variable) for variable in value.variables)

@@ -25,11 +25,9 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 
 def families(model: keras.Model) -> list[list[Any]]:
-    """Returns, for each optimizer of a model, the optimizer followed by its inner optimizers.
-
-    The compiled one comes first, then those that a custom train step has in attributes of the model
-    and in its lists and dicts.
-    """
+    """Returns, for each optimizer of a model, the optimizer followed by its inner optimizers."""
+    # The compiled one comes first, then those that a custom train step has in attributes of the
+    # model and in its lists and dicts.
     found: list[Any] = [models.optimizer_of(model)]
     for value in vars(model).values():
         items = value.values() if isinstance(value, dict) else value
@@ -139,11 +137,8 @@ def clear_accumulators(optimizers: Sequence[Any], besides: Iterable[Any] = ()) -
 
 
 def accumulated(model: keras.Model) -> list[Any]:
-    """Returns the gradient accumulators that hold a part of the next update, of any rank.
-
-    Without those of local variables, of local steps, and of Adasum, whose update is not that of an
-    average.
-    """
+    """Returns the gradient accumulators that hold a part of the next update, of any rank."""
+    # Without those of local variables, of local steps, and of Adasum, whose update is no average.
     local = _with_slots(optimizers_of(model), local_variables(model))
     waiting = {
         id(each): each
@@ -218,10 +213,7 @@ def to_numpy(variable: Any) -> np.ndarray:
 
 
 def host_array(variable: Any) -> np.ndarray:
-    """Returns the value of a variable: a view where it lies in host memory, otherwise a copy.
-
-    The array must not be written to, nor held until the next train step.
-    """
+    """Returns the value of a variable, in place or copied: to be read, before the next step."""
     return _backends.active().host_array(value_of(variable))
 
 

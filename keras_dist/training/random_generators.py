@@ -1,13 +1,8 @@
 """The states of the global random generators of a process, and numbers that differ between ranks.
 
-The generators of Python, numpy and torch shuffle training data; those of torch and Keras serve
-layers without a seed, such as `Dropout`. torch is used only if the script has imported it.
-
-Ranks that start from one seed draw equal numbers, which builds equal models. Each rank has other
-samples, so that in training equal numbers would drop the same units for all of them.
-
-Samplers of torch draw from its generator too, and may need the same numbers on all ranks. The train
-steps of a fit therefore draw from a stream of their own, `torch_steps`.
+Ranks that start from one seed draw equal numbers, which builds equal models, but in training would
+drop the same units for all of their samples. Samplers of torch may need equal numbers, so train
+steps draw from a stream of their own, `torch_steps`.
 """
 
 import base64
@@ -77,11 +72,9 @@ def separate_seeds(*layers: keras.Layer, root_rank: int = 0) -> None:
 
 
 def separate_in_fit(model: keras.Model, root_rank: int = 0) -> None:
-    """Gives every rank its own random numbers in the steps of the running fit.
-
-    Afterwards the generators of the process are equal on all ranks again if they were before, so
-    that a script may go on to draw splits of its data. Collective; blocks.
-    """
+    """Gives every rank its own numbers in the steps of the running fit. Collective; blocks."""
+    # Afterwards the generators of the process are equal on all ranks again if they were before, so
+    # that a script may go on to draw splits of its data.
     global _afterwards
     separate_generators(model, root_rank)
     found = _separate(OF_STEPS, root_rank)
@@ -110,11 +103,9 @@ def separable() -> Iterator[None]:
 
 
 def separate_generators(model: keras.Model, root_rank: int = 0) -> None:
-    """Gives the generators of a model a stream for each rank; the root keeps its own. Collective.
-
-    So a run on one rank equals a run without keras_dist. When called again, every rank continues at
-    the root's position.
-    """
+    """Gives the generators of a model a stream for each rank, the root its own. Collective."""
+    # So a run on one rank equals a run without keras_dist. When called again, every rank continues
+    # at the root's position.
     _separate_states(random_states(model), root_rank)
 
 

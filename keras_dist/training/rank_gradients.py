@@ -1,7 +1,6 @@
 """The gradients of a rank by variable, and zeros in place of those that only other ranks have.
 
-Ranks tell variables apart by their paths, without what Keras numbers by itself: variables and
-layers of one class that have no name, in the order in which a process makes them. A rank that has
+Ranks tell variables apart by their paths, without what Keras numbers by itself: a rank that has
 made other models before, or has loaded its model, has other numbers.
 """
 

@@ -1,7 +1,4 @@
-"""Broadcast, averaging and verification of the replicas of a model.
-
-Their random generators, which differ from rank to rank, are no part of them.
-"""
+"""Broadcast, averaging and verification of the replicas of a model, without random generators."""
 
 import contextlib
 import hashlib
@@ -44,15 +41,12 @@ ADAPT = (
 
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
-    """Broadcasts the weights, layer state and optimizer state of the root to every rank.
-
-    A round of local steps that has begun ends without an average.
-
-    Local variables, their layers and their optimizer state are unchanged. Sharded optimizer state
-    is that which the root has loaded, if it has loaded any. Collective; blocks.
-    """
+    """Broadcasts weights, layer and optimizer state of the root to all ranks. Collective."""
+    # Local variables, their layers and their optimizer state are unchanged. Sharded optimizer state
+    # is that which the root has loaded, if it has loaded any.
     model.__dict__.pop(VERIFIED, None)
     for rounds in filter(None, map(rounds_of, optimizers_of(model))):
+        # A round that has begun ends without an average.
         rounds.restart()
     sharded_state.share_loaded(model, root_rank)
     comm = runtime.fit_communicator()
@@ -104,11 +98,8 @@ def _parts(arrays: Sequence[Any]) -> list[slice]:
 
 
 def average_accumulated(model: keras.Model) -> bool:
-    """Sets gradients that wait for the next update to their averages over the ranks.
-
-    The update averages over the ranks as well, so it stays the same, up to rounding. Collective;
-    blocks. Returns whether there are any.
-    """
+    """Averages gradients that wait for the next update, and tells if there are any. Collective."""
+    # The update averages over the ranks as well, so it stays the same, up to rounding.
     variables = accumulated(model)
     if variables:
         own, names = list(map(to_numpy, variables)), list(map(variable_name, variables))
@@ -119,23 +110,19 @@ def average_accumulated(model: keras.Model) -> bool:
 
 
 def restore_accumulated(model: keras.Model, root_rank: int, are_saved: bool) -> None:
-    """Broadcasts gradients that wait for the next update from the root, which has read them.
-
-    All others are cleared: those of another rank must not be applied. Collective; blocks.
-    """
+    """Broadcasts gradients that wait for the next update from the root. Collective; blocks."""
     kept = accumulated(model) if are_saved else []
+    # Those of another rank must not be applied.
     clear_accumulators(optimizers_of(model), besides=kept)
     if kept and runtime.is_initialized():  # otherwise this process has read them alone
         broadcast_variables(runtime.fit_communicator(), kept, root_rank)
 
 
 def average_statistics(model: keras.Model) -> dict[int, np.ndarray]:
-    """Makes non-trainable weights equal on all ranks.
-
-    The moving statistics of batch normalization differ from rank to rank. Weights of a float dtype
-    that differ are averaged, other weights that differ are broadcast from rank 0. Equal weights,
-    for example of a frozen backbone, keep their bits. Collective; blocks.
-    """
+    """Makes non-trainable weights equal on all ranks. Collective; blocks."""
+    # The moving statistics of batch normalization differ from rank to rank. Weights of a float
+    # dtype that differ are averaged, other weights that differ are broadcast from rank 0. Equal
+    # weights, for example of a frozen backbone, keep their bits.
     comm = runtime.fit_communicator()
     if comm.size == 1:
         return {}
@@ -187,11 +174,9 @@ def verify_replicas(model: keras.Model) -> None:
 
 
 def verify_sums(model: keras.Model) -> None:
-    """Does the same by sums of the words of each variable, at the speed of memory.
-
-    A sum misses differences that cancel each other out, such as 8-byte words that have changed
-    places; differences that have nothing to do with each other are missed once in 2**64.
-    """
+    """Does the same by sums of the words of each variable, at the speed of memory."""
+    # A sum misses differences that cancel each other out, such as 8-byte words that have changed
+    # places; differences that have nothing to do with each other are missed once in 2**64.
     _verify(model, _sum)
 
 

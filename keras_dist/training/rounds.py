@@ -1,13 +1,4 @@
-"""The rounds of an optimizer with local steps: what `LocalSteps` describes, for one optimizer.
-
-Each fragment of the weights has rounds of its own, which end at different steps. Where averages may
-arrive late, the ranks exchange them in the background while they take steps. Otherwise nothing is
-exchanged between the ends of rounds.
-
-In `fit` the round ends between two calls of the train function, which `rounds_in_fit` counts; so a
-compiled step is that of a single process. In loops written by hand the update counts, see
-`LocalUpdates`. In a graph of TensorFlow the end is a branch of the update.
-"""
+"""The rounds of an optimizer with local steps, see `LocalSteps` and decisions 75 and 76."""
 
 import contextlib
 import functools

@@ -2,12 +2,9 @@
 
 Variables and layers are identified by their path and by their index among the optimizer's
 variables. The index takes precedence, as when Keras loads the state of an optimizer: paths of
-automatically named layers may differ.
-
-Keras copies an optimizer by its configuration (`from_config`, `clone_model`, wrappers of
-scikit-learn) or by a saved file (`copy.deepcopy`, `pickle`, `load_model`). The text travels with
-both: with the keys of the configuration, which equal those of plain Keras, and among the assets of
-the file. A process without keras_dist ignores it.
+automatically named layers may differ. Keras copies an optimizer by its configuration or by a saved
+file. The text travels with both: with the keys of the configuration, which equal those of plain
+Keras, and among the assets of the file. A process without keras_dist ignores it.
 """
 
 import functools
@@ -50,10 +47,7 @@ def read(
     variables: Sequence[Any],
     given: Collection[str] = (),
 ) -> tuple[dict[str, Any], list[Any], list[keras.Layer]]:
-    """Returns saved arguments of `DistributedOptimizer`, local variables and local layers.
-
-    Without the arguments `given`. Without a `model`, layers are found by their variables.
-    """
+    """Returns arguments of `DistributedOptimizer` not `given`, local variables and layers."""
     names = (
         "op process_set compression backward_passes_per_step average_aggregated_gradients "
         "gradient_predivide_factor sparse_as_dense groups scale_local_gradients shard_state "
@@ -68,6 +62,7 @@ def read(
     if isinstance(groups := found.get("groups"), list):
         found["groups"] = [[_find_variable(item, variables) for item in each] for each in groups]
     local = [_find_variable(item, variables) for item in saved["local_variables"]]
+    # Layers are found by their variables.
     if model is None:
         return found, local + _variables_of_layers(saved["local_layers"], variables), []
     return found, local, [_find_layer(item, model, variables) for item in saved["local_layers"]]

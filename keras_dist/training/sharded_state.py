@@ -1,8 +1,4 @@
-"""The state of optimizers that shard it: whole values of slices, and slices of whole values.
-
-A state variable of such an optimizer is flat and holds this rank's part of a whole value. Files
-hold whole values, so they fit any number of ranks.
-"""
+"""The state of optimizers that shard it: files hold whole values, a rank its part of each, flat."""
 
 import contextlib
 import math
@@ -92,10 +88,7 @@ def gathered(model: keras.Model, root_rank: int = 0) -> Iterator[None]:
 
 
 def share_loaded(model: keras.Model, root_rank: int) -> None:
-    """Gives every rank its slices of the state that the root has read. Collective; blocks.
-
-    State that no rank has read stays: it differs from rank to rank.
-    """
+    """Gives every rank its slices of the state that the root has read. Collective; blocks."""
     variables = _slices_of(model)
     if not variables:
         return
@@ -107,7 +100,7 @@ def share_loaded(model: keras.Model, root_rank: int) -> None:
         [value is not None for value in mine],
         operation="the broadcast of the sharded state of an optimizer",
     )
-    if not any(map(any, have)):
+    if not any(map(any, have)):  # what no rank has read stays: it differs from rank to rank
         return
     if not all(have[root]):
         ranks = ", ".join(str(rank) for rank, each in enumerate(have) if any(each))

@@ -1,10 +1,4 @@
-"""ZeRO-1: each rank keeps and updates one slice of the variables of an optimizer.
-
-The slots of the optimizer, such as Adam's moments, are flat and hold this rank's part of a
-variable. An update cuts the reduced gradients and the variables, lets the optimizer update the
-slices, and gathers the whole variables of all ranks in shared memory. Elementwise updates of slices
-have the bits of the whole update.
-"""
+"""ZeRO-1: each rank keeps and updates a slice of the variables of an optimizer, see decision 49."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -96,15 +96,12 @@ def make_train_function(original: Callable[..., Any], model: Any, force: bool = 
 
 
 def make_test_function(original: Callable[..., Any], model: Any, force: bool = False) -> Any:
-    """Makes the test function of a model; where all ranks evaluate, losses are those of all.
-
-    The callbacks of an `evaluate` tell so of a model without a distributed optimizer.
-    """
+    """Makes the test function of a model; where all ranks evaluate, losses are those of all."""
     reductions = [optimizer._keras_dist for optimizer in distributed_optimizers(model)]
     ranks: Callable[[], Any] = runtime.fit_communicator
     if reductions:
         ranks = functools.partial(runtime.communicator, reductions[0].options.process_set)
-    elif _is_evaluated_with_callbacks(model):
+    elif _is_evaluated_with_callbacks(model):  # of a model without a distributed optimizer
         reductions = [GradientReduction(ReductionOptions())]
     if not any(reduction.replicas() is not None for reduction in reductions):
         made = original(model, force)
@@ -133,10 +130,8 @@ def _is_evaluated_with_callbacks(model: Any) -> bool:
 
 
 def wrap_train_function(model: Any, *contexts: Callable[[], Any]) -> None:
-    """Makes the train function of a model ask the session; its calls run in contexts.
-
-    A model may make its function itself, without Keras' method.
-    """
+    """Makes the train function of a model ask the session; its calls run in contexts."""
+    # A model may make its function itself, without Keras' method.
     if model.train_function is None or hasattr(model.train_function, WRAPPED):
         return  # not made yet, or the existing function
     made = _wrapped(model.train_function, *contexts)

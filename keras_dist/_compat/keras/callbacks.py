@@ -60,8 +60,8 @@ class KerasBackup(keras.callbacks.BackupAndRestore):
 class KerasCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras' callback. Subclasses define `_keras_dist_save(path, save)`.
 
-    It is called where Keras would write to `path`. `save()` does what Keras does; it writes
-    nothing if `save_best_only` is set and the model is not the best.
+    It is called where Keras would write to `path`. `save()` does what Keras does; it writes nothing
+    if `save_best_only` is set and the model is not the best.
     """
 
     def _save_model(self, epoch: int, batch: int | None, logs: dict[str, Any] | None) -> None:

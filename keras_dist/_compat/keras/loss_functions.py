@@ -37,10 +37,8 @@ def is_of_whole_batch(loss: Any, values: Any) -> bool:
 
 
 def shapes_tell(loss: Any, values: Any, y_true: Any, y_pred: Any) -> bool:
-    """Returns whether the number of elements of a loss is the same for all batches of a shape.
-
-    A loss of the user may leave elements out by what they are, as `y_pred[y_true > 0]` does.
-    """
+    """Returns whether the number of elements of a loss is the same for all batches of a shape."""
+    # A loss of the user may leave elements out by what they are, as `y_pred[y_true > 0]` does.
     backend = keras.config.backend()
     if backend == "jax" or not len(getattr(values, "shape", ())) or _is_of_keras(loss):
         return True

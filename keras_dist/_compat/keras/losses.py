@@ -18,25 +18,19 @@ from keras_dist._compat.python import replaced
 
 
 class Measured(NamedTuple):
-    """A loss and what it was divided by.
-
-    Args:
-        is_count: whether shapes alone determine the denominator.
-        of_whole_batch: the name of the loss if it compares the samples of a batch with each other,
-            or is one number beside weights, so that it is no mean over the batches of the ranks.
-        number: of a loss that returns one number: its name, itself and what it was called with.
-        counts_once: whether Keras records the value without the number of rows, as where
-            TensorFlow does not know it in advance.
-    """
+    """A loss and what it was divided by."""
 
     value: Any
     reduction: str
     denominator: Any
-    is_count: bool
+    is_count: bool  # shapes alone determine the denominator
     is_of_rows: bool
+    # The name of the loss if it compares the samples of a batch with each other, or is one number
+    # beside weights, so that it is no mean over the batches of the ranks.
     of_whole_batch: str = ""
+    # Of a loss that returns one number: its name, itself and what it was called with.
     number: tuple[str, Any, Any, Any] | None = None
-    counts_once: bool = False
+    counts_once: bool = False  # recorded without the number of rows, as if it is not known
 
 
 Replace = Callable[[Sequence[Measured]], list[Any]]
@@ -119,10 +113,8 @@ def _owner(compiled: Any) -> Any:
 
 @contextmanager
 def own_losses() -> Iterator[None]:
-    """Returns a context for the step of a model that is not distributed: losses stay as they are.
-
-    Such a step may run within that of a model whose losses are replaced.
-    """
+    """Returns a context for the step of a model that is not distributed: losses stay the same."""
+    # Such a step may run within that of a model whose losses are replaced.
     _stacks.within.append(None)
     try:
         yield
@@ -132,12 +124,10 @@ def own_losses() -> Iterator[None]:
 
 @contextmanager
 def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
-    """Returns a context in which the losses of a model have other values.
-
-    These are the losses of `compile`, of the model and of models among its layers, and in
-    `compute_loss` also those of `add_loss` and activity regularizers, which count as means over
-    the rows of the batch.
-    """
+    """Returns a context in which the losses of a model have other values."""
+    # These are the losses of `compile`, of the model and of models among its layers, and in
+    # `compute_loss` also those of `add_loss` and activity regularizers, which count as means over
+    # the rows of the batch.
     _watch()
     losses = _Losses(model, replace)
     methods = {"compute_loss": functools.partial(losses.compute, model.compute_loss)}
@@ -152,11 +142,9 @@ def replaced_losses(model: Any, replace: Replace) -> Iterator[None]:
 
 
 def called_anew(model: Any, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Calls a model on JAX after its layers have forgotten the losses of earlier calls.
-
-    Keras 3.15 knows losses by their `id`. A layer that is called drops those of its last call, and
-    so the new loss of another layer to which Python has given such an `id`.
-    """
+    """Calls a model on JAX after its layers have forgotten the losses of earlier calls."""
+    # Keras 3.15 knows losses by their `id`. A layer that is called drops those of its last call,
+    # and so the new loss of another layer to which Python has given such an `id`.
     for layer in layers_of(model):
         layer._loss_ids.clear()
     return call(*arguments, **named)
@@ -211,11 +199,9 @@ def _build(original: Callable[..., Any], compiled: Any, *given: Any) -> None:
 def _measured(
     loss: Any, outputs: Sequence[Any], y_true: Any, y_pred: Any, sample_weight: Any
 ) -> Measured:
-    """Calls a loss and returns its value with what it was divided by.
-
-    A loss of the user that does not call Keras' reduction counts as a mean over the samples, or as
-    a sum if that is its `reduction`. If it is not a single number, nothing has reduced it.
-    """
+    """Calls a loss and returns its value with what it was divided by."""
+    # A loss of the user that does not call Keras' reduction counts as a mean over the samples, or
+    # as a sum if that is its `reduction`. If it is not a single number, nothing has reduced it.
     with _recorded() as calls:
         value = loss(y_true, y_pred, sample_weight)
     is_vector = not calls and len(getattr(value, "shape", ())) > 0

@@ -19,10 +19,8 @@ def metrics_of(model: Any) -> list[Any]:
 
 
 def build_metrics(model: Any, batch: Any) -> None:
-    """Makes the metrics that are passed to `compile` by name, from the specifications of a batch.
-
-    Keras does so before the first step on JAX and torch, and within it on TensorFlow.
-    """
+    """Makes the metrics that are passed to `compile` by name, from specifications of a batch."""
+    # Keras does so before the first step on JAX and torch, and within it on TensorFlow.
     compiled = model._compile_metrics
     if compiled is not None and not compiled.built:
         model._symbolic_build(data_batch=batch)

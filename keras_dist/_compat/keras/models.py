@@ -20,11 +20,9 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def is_built(model: Any) -> bool:
-    """Returns whether the weights of a model exist.
-
-    `build` of Keras, on a class that does not define it, only marks the model as built: its layers
-    get their weights when the model is called.
-    """
+    """Returns whether the weights of a model exist."""
+    # `build` of Keras, on a class that does not define it, only marks the model as built: its
+    # layers get their weights when the model is called.
     if not model.built or vars(model).get(CALLED, True):
         return bool(model.built)
     is_marked = type(model).build is keras.Model.build
@@ -59,10 +57,8 @@ def outputs_of(model: Any) -> list[Any]:
 
 
 def may_become_ddp(model: Any) -> bool:
-    """Returns whether Keras wraps a model in torch's DDP if `torch.distributed` is initialised.
-
-    Keras 3.16 and later do. `torch.nn.Module.modules` does not show the wrapper.
-    """
+    """Returns whether Keras wraps a model in torch's DDP if `torch.distributed` is initialised."""
+    # Keras 3.16 and later do. `torch.nn.Module.modules` does not show the wrapper.
     return "ddp_model" in vars(model)
 
 

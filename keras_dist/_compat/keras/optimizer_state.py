@@ -11,10 +11,7 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def accumulators(optimizer: Any) -> list[Any]:
-    """Returns the variables in which an optimizer accumulates gradients, possibly none.
-
-    Keras creates them when it builds an optimizer with `gradient_accumulation_steps`.
-    """
+    """Returns the variables in which a built optimizer accumulates gradients, possibly none."""
     created = vars(optimizer).get("_accumulated_gradients") or []
     return [variable for variable in created if variable is not None]
 

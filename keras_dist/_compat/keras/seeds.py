@@ -25,10 +25,8 @@ def global_generator() -> Any:
 
 
 def generators_elsewhere(layer: Any) -> list[Any]:
-    """Returns the states of generators that a layer and those in it use in `tf.data` only.
-
-    Keras makes them, on JAX and torch, when a pipeline first calls the layer.
-    """
+    """Returns the states of generators that a layer and those in it use in `tf.data` only."""
+    # Keras makes them, on JAX and torch, when a pipeline first calls the layer.
     return [
         generator.state
         for each in layer._flatten_layers()

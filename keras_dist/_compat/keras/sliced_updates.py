@@ -85,11 +85,9 @@ class SliceHook:
 
 
 def updates_elementwise(optimizer: Any) -> bool:
-    """Returns whether an optimizer updates each element of a variable by itself.
-
-    Only optimizers of Keras are known to do so; a class of the user may, if it does not override
-    how a variable is updated.
-    """
+    """Returns whether an optimizer updates each element of a variable by itself."""
+    # Only optimizers of Keras are known to do so; a class of the user may, if it does not override
+    # how a variable is updated.
     known = [
         vars(keras.optimizers)[name] for name in ELEMENTWISE if hasattr(keras.optimizers, name)
     ]

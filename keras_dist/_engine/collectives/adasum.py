@@ -36,10 +36,8 @@ def adasum(
 
     For two ranks with vectors a and b the result is
     `a * (1 - a.b / (2 |a|^2)) + b * (1 - a.b / (2 |b|^2))`; the factor of a vector of zeros
-    is 1. It is computed in float64 and rounded once.
-
-    Reference:
-        Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
+    is 1. It is computed in float64 and rounded once (Maleki et al., "Scaling Distributed Training
+    with Adaptive Summation", MLSys 2021).
     """
     call = options.signature("allreduce", entries=entries_of_arrays(names, arrays))
     with comm.lock:

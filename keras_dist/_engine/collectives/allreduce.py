@@ -38,12 +38,9 @@ _spec_of = operator.attrgetter("shape", "dtype")
 
 
 def repeated(plan: FusedAllreduce, ordinary: Callable[[Any], Any]) -> Repeated | None:
-    """Returns the short path of a plan that has run; `None` if it has none.
-
-    What does not change from call to call was checked when the plan was made. What may change is
-    checked here, and then the call runs in the ordinary way. Ranks agree on the operation by the
-    same digest on both paths, so they may take different ones.
-    """
+    """Returns the short path of a plan that has run; `None` if it has none."""
+    # What does not change from call to call was checked when the plan was made. Ranks agree on the
+    # operation by the same digest on both paths, so they may take different ones.
     if len(plan.buckets) != 1 or plan.widening(0) is not None:
         return None
     comm, reduction = plan.comm, plan.memory.ready_reduction(0)
@@ -59,6 +56,7 @@ def repeated(plan: FusedAllreduce, ordinary: Callable[[Any], Any]) -> Repeated |
     def run(given: Any, out: np.ndarray | None = None) -> Any:
         with order.lock:
             if (
+                # What may change from call to call.
                 spans.recorder is not None
                 or pool.version != version
                 or faults.joined is not None

@@ -1,7 +1,4 @@
-"""broadcast: the root's arrays on every rank; objects of ranks, pickled.
-
-Only ranks of this job are ever unpickled.
-"""
+"""broadcast: the root's arrays on every rank; objects of ranks, pickled, only of this job."""
 
 import pickle
 from collections.abc import Sequence
@@ -30,10 +27,7 @@ def broadcast(
     remedy: str = CollectiveSignature.remedy,
     in_place: bool = False,
 ) -> list[np.ndarray]:
-    """Copies the root's arrays to every rank; `in_place`, to where they lie, if that can be.
-
-    Collective: every rank; blocks.
-    """
+    """Copies the root's arrays to every rank; where they lie, if `in_place`. Collective; blocks."""
     with raise_on_all(comm, operation, key):
         source = comm.index_of_root(root)
         for name, array in zip(names, arrays, strict=True):

@@ -104,12 +104,10 @@ class CrossNodeReduction:
                 del self.widened[number]
 
     def reduces_on_node(self, number: int) -> bool:
-        """Returns whether a large bucket is reduced on each node first.
-
-        Else the sum of a node would be rounded (narrow floats) or overflow (averages of integers).
-        """
+        """Returns whether a large bucket is reduced on each node first."""
         if self._comm.is_one_node or number in self.widened:
             return True
+        # Else the sum of a node would be rounded (narrow floats) or overflow (integer averages).
         return is_own_accumulator(self.buckets[number].dtype, self._op)
 
     def travels(self, number: int) -> bool:

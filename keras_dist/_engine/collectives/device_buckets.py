@@ -1,8 +1,7 @@
 """The buckets of a plan whose arrays are in GPU memory: reduced by NCCL, or staged on the host.
 
-The arrays of a bucket are joined to one array, which is reduced by one operation. The ranks agree
-on the buckets of a step where the first one is launched, and meet again after the last one. A step
-of one bucket, like an earlier one, is launched at once: the ranks meet afterwards.
+The arrays of a bucket are joined to one array, which is reduced by one operation. Decision 63 says
+when the ranks meet.
 """
 
 import dataclasses

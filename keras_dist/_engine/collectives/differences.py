@@ -1,10 +1,5 @@
 """What ranks do if the digests of a rendezvous differ: they go on, or raise the same error.
 
-They exchange what they are about to do. Ranks that differ in nothing but notices or ranks that
-have joined continue. Ranks that call named operations in different orders first run the
-operation without a name if all hold one, otherwise the name that all hold and that rank 0 has held
-longest. If there is none yet, they wait until there is one, or until no rank can call more.
-
 Whether an earlier operation has ended when a script calls another one of its name depends on
 timing: it may have ended on one rank and not on another. So a rank that has refused an operation
 says so at its next rendezvous. Ranks that wait there for the refused operation raise the error as
@@ -114,11 +109,8 @@ def _resolve(
 def match_names(
     comm: Communicator, calls: Sequence[CollectiveSignature], held: Sequence[HeldNames]
 ) -> bool:
-    """Lets the ranks agree on the operation to run first, if their names differ.
-
-    Collective: every rank of `comm`, within a rendezvous. Ranks that have joined take part in any
-    operation, those in `fit` only in operations without a name.
-    """
+    """Lets the ranks agree on the operation to run first, within a rendezvous. Collective."""
+    # Ranks that have joined take part in any operation, those in `fit` only in nameless ones.
     here = [
         index
         for index, call in enumerate(calls)

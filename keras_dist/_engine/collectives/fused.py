@@ -128,11 +128,9 @@ class FusedAllreduce(HostBuckets):
             raise
 
     def reduce_again(self) -> NoReturn:
-        """Raises `UnlikeGradients`: gradients of this rank have changed after they were queued.
-
-        The comparison that follows raises it on the other ranks as well, at the bucket where this
-        rank is missing.
-        """
+        """Raises `UnlikeGradients`: gradients of this rank have changed after they were queued."""
+        # The comparison that follows raises it on the other ranks as well, at the bucket where this
+        # rank is missing.
         repeat_update(self.comm.ranks)
         gradients = self.options.gradients
         raise UnlikeGradients(() if gradients is None else gradients.forms)

@@ -109,10 +109,8 @@ class HostBuckets:
         return self.memory.lends
 
     def rows_of_tables(self) -> list[int]:
-        """Returns for each array how many rows of it may be given as `TableRows`; 0 if it must not.
-
-        The result of such an array is `TableRows` as well, unless those of all ranks are too many.
-        """
+        """Returns for each array how many of its rows may be given as `TableRows`; 0 if none."""
+        # Its result is `TableRows` as well, unless those of all ranks are too many.
         most = [0] * len(self.call.entries)
         for number in self._tables:
             [slot] = self.buckets[number].slots

@@ -24,10 +24,11 @@ def join_all(
 ) -> dict[Communicator, JoinedRanks | None]:
     """Takes part, without a contribution, in the reductions of others until all have joined.
 
-    Collective: every rank of each communicator; blocks. The others may still reduce in any of the
-    communicators, so this rank waits in all at once. Queued operations run first. Returns which
-    ranks joined first and last in each; `None` if all joined at once.
+    Collective: every rank of each communicator; blocks. Returns which ranks joined first and last
+    in each; `None` if all joined at once.
     """
+    # The others may still reduce in any of the communicators, so this rank waits in all at once,
+    # after what is queued.
     found = retry(comms[0], lambda: _join(comms, takes_named), joins=True)
     return dict(zip(comms, found, strict=True))
 
@@ -72,11 +73,8 @@ def _next_answer(answers: dict[Communicator, Callable[[], bool | None]]) -> tupl
 
 
 def exchange_among(comm: Communicator, mine: Any) -> list[Any]:
-    """Returns the contributions of the ranks that have not joined. Collective; blocks.
-
-    Moves the data of an operation while some ranks have joined. It follows each rendezvous at which
-    they were missing: those ranks take part in one exchange for each.
-    """
+    """Returns the contributions of the ranks that have not joined. Collective; blocks."""
+    # Follows each rendezvous at which ranks were missing, which take part in one exchange for each.
     joined = comm.faults.joined
     here = joined.here if joined is not None else range(comm.size)
     everyone = _exchange(comm, mine)
@@ -94,14 +92,11 @@ def _exchange(comm: Communicator, mine: Any) -> list[Any]:
 
 
 def wait_for_end(comms: Sequence[Communicator]) -> None:
-    """Waits until every rank is at the end of its script, then closes services.
-
-    Collective: every rank; blocks. Ranks that still work may wait in any of the communicators, so
-    this rank waits in all at once. Queued operations run first. The stall watchdog reports this
-    wait but does not end the job while the other ranks may still be working.
-    """
+    """Waits until every rank is at the end of its script; closes services. Collective; blocks."""
+    # The stall watchdog reports this wait but does not end the job while others may still work.
     for comm in comms:
         comm.order.drain()
+    # Ranks that still work may wait in any of the communicators, so this rank waits in all at once.
     retry(comms[0], lambda: _wait(comms))
     comms[0].close_services()
 
@@ -126,11 +121,8 @@ def _wait(comms: Sequence[Communicator]) -> None:
 def compare_gradients(
     comm: Communicator, gradients: GradientSet, remedy: str
 ) -> tuple[Form | None, ...]:
-    """Returns the form of each gradient that any rank has.
-
-    Collective: every rank; blocks. Other ranks may start to reduce instead: they repeat their
-    rendezvous if they can reduce these gradients.
-    """
+    """Returns the form of each gradient that any rank has. Collective: every rank; blocks."""
+    # Ranks may start to reduce instead: they repeat their rendezvous if they can reduce these.
     call = CollectiveSignature(COMPARISON, gradients=gradients, spares=True, remedy=remedy)
     try:
         with comm.lock:

@@ -1,10 +1,4 @@
-"""The launch of operations by NCCL, on which the ranks have agreed: on all of them or on none.
-
-A rank may fail between the agreement and its launch: memory may be missing, or NCCL reports an
-error. The others would wait on the GPU for it. So a rank that fails tells the others, which may
-wait in NCCL's calls, and the last launch that an agreement covers ends with a second rendezvous.
-Where an operation is repeated, that is the only one: the ranks compare what they have launched.
-"""
+"""The launch of operations by NCCL: on all ranks or on none, see decision 63."""
 
 import dataclasses
 import functools
@@ -46,10 +40,11 @@ def launch_known(
 ) -> R | None:
     """Launches an operation like an earlier one, and then meets: once, instead of twice.
 
-    The ranks find a difference before any of them uses a result. Then they abandon what they have
-    launched, and meet before every launch from then on. Collective: every rank; blocks. Returns
-    `None` if it was abandoned, and the ranks have agreed on the operation as by `rendezvous`.
+    Collective: every rank; blocks. Returns `None` if it was abandoned, and the ranks have agreed on
+    the operation as by `rendezvous`.
     """
+    # The ranks find a difference before any of them uses a result. Then they abandon what they have
+    # launched, and meet before every launch from then on.
     ranks = comm.nccl
     result = _launch(comm, call, work, call.launched_ahead, notices)
     return result if comm.nccl is ranks else None

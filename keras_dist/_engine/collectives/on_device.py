@@ -1,8 +1,7 @@
 """Collectives of arrays in GPU memory: by NCCL, or staged on the host.
 
-The ranks compare what they are about to do before NCCL is called, as before any other operation.
-What NCCL does not define, and all operations where a rank has no GPU of its own or has joined, runs
-on the host.
+What NCCL does not define runs on the host, as do all operations where a rank has no GPU of its own
+or has joined.
 """
 
 import functools

@@ -1,12 +1,4 @@
-"""Notices that ride on the next reduction of gradients, such as "this rank was asked to stop".
-
-A notice costs nothing while there is none. A rank with a notice brings another digest to the
-reduction of gradients; the ranks then exchange their signatures, as after any difference, and all
-receive the notice within the same update. Independent of signals; sends nothing itself.
-
-A reduction in the background ends at another step on each rank. What the ranks notice there is told
-when they take the result, which is the same step on all.
-"""
+"""Notices that ride on the next reduction of gradients, as of a signal, see decisions 32 and 76."""
 
 import functools
 import threading

@@ -40,13 +40,10 @@ def rendezvous(
     payload: Payload | None = None,
     publish: Callable[[], None] | None = None,
 ) -> None:
-    """Waits for all ranks and checks that they call the same operation.
+    """Waits for all ranks and checks that they call the same operation. Collective; blocks.
 
-    Collective: every rank of `comm`; blocks. If some ranks have joined and the others agree,
-    `comm.faults.joined` is set, and the operation runs without the ranks that have joined.
-
-    `publish` makes the contribution of this rank visible. It is called again before each repeated
-    rendezvous: ranks that run another operation first have published it to the same memory.
+    If some ranks have joined and the others agree, `comm.faults.joined` is set, and the operation
+    runs without the ranks that have joined. `publish` makes the contribution of this rank visible.
     """
     if comm.size == 1:
         if publish is not None:
@@ -54,6 +51,8 @@ def rendezvous(
         return
     _of_thread.count += 1
     note(comm.ranks, call)
+    # Published again each time: ranks that ran another operation meanwhile have published that to
+    # the same memory.
     while True:
         if publish is not None:
             publish()
@@ -90,8 +89,8 @@ def repeated_rendezvous(
 
     The caller holds the lock, brings no notice and has refused no name. The function takes the
     payload, and returns whether all ranks brought the same digest; otherwise they have agreed to
-    continue, as after `rendezvous`. If it raises `RepeatRendezvous`, the caller publishes and meets
-    again.
+    continue, as after `rendezvous`. If it raises `RepeatRendezvous`, the caller publishes and
+    repeats.
     """
     ranks, digests, digest = comm.ranks, comm.digests, call.digest
     on_node = digests.on_node

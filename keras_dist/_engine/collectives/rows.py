@@ -1,9 +1,4 @@
-"""Rows of arrays between ranks: their distribution, alltoall and reducescatter.
-
-For a sparse reduction each rank writes its rows to the memory of its node, where the others read
-them. Between nodes, ranks of equal local rank exchange parts of the rows of their nodes, so each
-row crosses to each other node once, whatever its number of ranks.
-"""
+"""Rows of arrays between ranks: their distribution, alltoall and reducescatter, see decision 53."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -131,10 +126,9 @@ def exchange_rows_of_nodes(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Returns the rows of all ranks. Collective: every rank, after a rendezvous; blocks.
 
-    Returns:
-        The rows, shape (number of rows of all ranks, width), in memory that the next exchange
-        writes to; their indices, in rank order; and the place of each row, in rank order, among
-        the rows. `None`: rows are in rank order.
+    Rows, of shape (number of rows of all ranks, width), are in memory that the next exchange writes
+    to. Their indices, in rank order, follow, and the place of each row, in rank order, among the
+    rows; `None`: rows are in rank order.
     """
     node, memory = comm.node, _memory(comm, mine, sum(lengths))
     if node is None or memory is None:

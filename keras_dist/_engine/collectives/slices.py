@@ -95,10 +95,8 @@ class RowGroups:
 
 
 def _turns(counts: np.ndarray) -> int:
-    """Returns how many rows of each index to add together with those of other indices.
-
-    The further rows of an index are added together. A turn and an index take similar times.
-    """
+    """Returns how many rows of each index to add together with those of other indices."""
+    # The further rows of an index are added together. A turn and an index take similar times.
     numbers = np.bincount(np.minimum(counts, MOST_TURNS + 1), minlength=2)
     # By number of turns: the indices that have more rows.
     longer = len(counts) - np.cumsum(numbers)[: MOST_TURNS + 1]
@@ -145,13 +143,10 @@ def reduce_slices(
     options: OpOptions,
     notices: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sums or averages rows that have an index. Collective: every rank; blocks.
-
-    Rows of equal index are added up: those of a rank in their order, then those of the ranks in
-    rank order, so the bits are equal on all ranks. An average divides by the number of ranks, as
-    that of a dense gradient does, not by the number of ranks that have the row; ranks that have
-    joined do not count.
-    """
+    """Sums or averages rows that have an index. Collective: every rank; blocks."""
+    # Rows of equal index are added up: those of a rank in their order, then those of the ranks in
+    # rank order. An average divides by the number of ranks, as that of a dense gradient does, not
+    # by the number of ranks that have the row; ranks that have joined do not count.
     op = options.op
     entries = (
         Entry(name, (-1, *values.shape[1:]), str(values.dtype)),
@@ -190,8 +185,7 @@ def sum_over_ranks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sums or averages the rows of all ranks. Collective: every rank, after a rendezvous; blocks.
 
-    Returns:
-        The sums, shape (number of indices, width), in memory of `table`, and their indices.
+    Returns the sums, shape (number of indices, width), in memory of `table`, and their indices.
     """
     gathered = exchange_rows_of_nodes(comm, mine, lengths)
     return _sum(comm, gathered, op, dtype, comm.size, table)

@@ -2,10 +2,9 @@
 
 Keras on JAX and torch makes the gradient of an embedding dense: rows for what a batch looks up, and
 zeros. Only rows that are not zero travel, if all ranks together have few. That depends on the
-gradients of the step alone, so a resumed training decides as one that was never interrupted.
-
-A backend may know the rows, see `TableRows`. To look for them takes as long as to reduce a table in
-the memory of one host, so there only rows that are known travel.
+gradients of the step alone, so a resumed training decides as one that was never interrupted. To
+look for rows takes as long as to reduce a table in the memory of one host, so there only those
+travel that a backend knows, see `TableRows`.
 """
 
 import dataclasses
@@ -34,12 +33,9 @@ def most_rows(length: int, ranks: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TableRows:
-    """A table by the rows that a step has filled. Those of equal index add up.
+    """A table of `shape` by the rows that a step has filled; those of equal index add up.
 
-    Args:
-        values: of the rows, shape (number of rows, width).
-        indices: of the rows within the table.
-        shape: of the table.
+    `values` has shape (number of rows, width), and `indices` are those of the rows in the table.
     """
 
     values: np.ndarray
@@ -91,10 +87,7 @@ class SparseTable:
     def reduce(
         self, comm: Communicator, rows: TableRows | None, op: ReduceOp, factor: float
     ) -> TableRows | None:
-        """Returns the reduced rows, each once; `None` if rows of the ranks are too many.
-
-        Collective: every rank, after a rendezvous; blocks.
-        """
+        """Returns the reduced rows, each once; `None` if they are too many. Collective; blocks."""
         length, _ = self._shape
         mine = None if rows is None else contribution(rows.values, rows.indices, op, adds_up=True)
         lengths = np.empty(comm.size, np.int64)

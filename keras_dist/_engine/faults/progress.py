@@ -1,8 +1,8 @@
 """The progress of this process in training, for messages: task, epoch and update.
 
-Independent of frameworks; callbacks report to it. Each thread that runs a task, such as `fit`, has
-a record of its own. Frameworks call the host in other threads: the ranks among which these act tell
-whose record is meant. Ranks compare their records only after a fault.
+Each thread that runs a task, such as `fit`, has a record of its own. Frameworks call the host in
+other threads: the ranks among which these act tell whose record is meant. Ranks compare their
+records only after a fault.
 """
 
 import contextlib

@@ -1,13 +1,4 @@
-"""The stall watchdog: finds ranks that do not arrive, and reports where they are.
-
-A thread of every rank checks periodically whether another thread waits for other ranks. While none
-waits for long, no message is sent. A rank that has waited too long sends an alarm to the first rank
-that answers, usually the root. That rank asks all ranks concerned for their state, logs it and,
-after a longer time, ends the job. Alarms and questions take the ways of a tree, so that no rank
-exchanges messages with all. The threads communicate through a mailbox of their own, whatever the
-ranks wait in; if MPI does not allow several threads at once, each rank reports only what it knows
-itself. Independent of frameworks.
-"""
+"""The stall watchdog: finds ranks that do not arrive, and reports. See decisions 28 and 45."""
 
 import dataclasses
 import logging
@@ -280,14 +271,12 @@ class StallWatchdog:
         _log.warning("%s\n%s", text, self._describe_ranks(missing or found, case))
 
     def _may_still_run(self, rank: int, case: _Case) -> bool:
-        """Returns whether a rank may still be working while others wait at the end of the script.
-
-        A rank does not answer while a call holds the interpreter lock. On another node this looks
-        like a stopped process, until it has lasted as long as the limit.
-        """
+        """Returns whether a rank may be working while others wait at the end of the script."""
         node, pid = self._processes[rank]
         if rank in case.states or node == os.uname().nodename:
             return not is_stopped(node, pid)
+        # It does not answer while a call holds the interpreter lock. On another node this looks
+        # like a stopped process, until it has lasted as long as the limit.
         return time.perf_counter() - self._silent[rank] < self._limit
 
     def _describe_ranks(self, ranks: Iterable[int], case: _Case) -> str:

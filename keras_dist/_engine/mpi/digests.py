@@ -2,9 +2,7 @@
 
 Ranks of a node compare digests in shared memory, nodes by messages, see `Peers`. Each rank of a
 node has one peer on every other node, so all know the answer at once. Where nodes have different
-numbers of ranks, some ranks have no peers and learn the answer on their node. Where each rank
-exchanges a slice of a bucket with its peers, the ranks of a node meet again when all slices have
-arrived.
+numbers of ranks, some ranks have no peers and learn the answer on their node.
 """
 
 import dataclasses
@@ -40,11 +38,9 @@ class Hello:
 
 
 def decline(world: Any, rank: int) -> None:
-    """Declines the greetings of ranks that wait for this one in `send` or `recv`.
-
-    A rank that has come to a rendezvous of all ranks declines: one that waits for it cannot come to
-    the rendezvous, so neither would ever continue.
-    """
+    """Declines the greetings of ranks that wait for this one in `send` or `recv`."""
+    # One that waits for this rank cannot come to the rendezvous of all ranks to which this one has
+    # come, so neither would ever continue.
     while (message := world.improbe(tag=HELLO)) is not None:
         hello = message.recv()
         world.send(Hello(rank, str(noted()), goes=False), hello.rank, HELLO)
@@ -69,10 +65,7 @@ class DigestExchange:
         self.on_node = None if node is None or self._crosses else node.barrier
 
     def compare(self, digest: bytes, payload: Payload | None = None) -> bool:
-        """Waits for all ranks and returns whether all brought the same digest. Collective; blocks.
-
-        A rank polls for a while and then sleeps, so that a rank that still computes gets the core.
-        """
+        """Waits for all ranks; returns whether all brought the same digest. Collective; blocks."""
         self.count += 1
         node = self._node
         same = node is None or node.barrier(digest)

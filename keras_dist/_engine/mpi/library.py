@@ -18,12 +18,10 @@ _is_ours_to_end = False
 
 
 def load_mpi() -> Any | None:
-    """Imports mpi4py's MPI without initialising it, so that it can be checked first.
-
-    An MPI library that was started by the launcher of another one may end the process as soon as it
-    is initialised. mpi4py does not finalise it either, unless the user's script has imported MPI
-    before: it would do so in forked children as well, and their parents would wait.
-    """
+    """Imports mpi4py's MPI without initialising it, so that it can be checked first."""
+    # An MPI library that was started by the launcher of another one may end the process as soon as
+    # it is initialised. mpi4py must not finalise it either: it would do so in forked children as
+    # well, and their parents would wait.
     global _failure, _is_ours_to_end
     import mpi4py
 
@@ -86,10 +84,8 @@ def shared_memory_nbytes() -> int:
 
 
 def unlink_mpich_memory() -> None:
-    """Unlinks the shared memory files of MPICH, so that a killed job leaves none.
-
-    MPICH opens them by name only while it starts. Every rank of the node must have started MPI.
-    """
+    """Unlinks the shared memory files of MPICH, so that a killed job leaves none."""
+    # MPICH opens them by name only while it starts. Every rank of the node must have started MPI.
     maps = Path("/proc/self/maps")
     if maps.exists():
         for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps.read_text(), re.MULTILINE)):

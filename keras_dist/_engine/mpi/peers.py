@@ -1,10 +1,4 @@
-"""The exchange of digests with other nodes, and of the numbers of a bucket with them.
-
-Nodes exchange in rounds: a message says what the sender brings,
-and whether all that it has heard of bring the same. Numbers follow in the same message. They are
-combined only where the digests are equal, and sent back only after all nodes have been heard. If
-several ranks of a node take part, each exchanges a slice with its peers.
-"""
+"""Exchanges digests and the numbers of a bucket with other nodes, see decisions 41 and 58."""
 
 import dataclasses
 import os
@@ -49,13 +43,11 @@ def rounds(index: int, count: int, size: int) -> list[Transfer]:
     """Returns the rounds of a node: whom it sends an array to until every node has heard from all.
 
     Of n nodes, p take part in every round, where p is the largest power of two up to n. Each of the
-    others first sends to its neighbour, and receives the result at the end. A node exchanges at
-    most log2(p) + 2 times.
-
-    Neighbours exchange first: in `halving` the first messages are the largest, and neighbours tend
-    to be connected to the same switch. The order of a sum over nodes follows the rounds, whichever
-    algorithm computes it, so its bits do not depend on the size of an array.
+    others first sends to its neighbour, and receives the result at the end.
     """
+    # Neighbours exchange first: in `halving` the first messages are the largest, and neighbours
+    # tend to be connected to the same switch. The order of a sum over nodes follows the rounds,
+    # whichever algorithm computes it, so its bits do not depend on the size of an array.
     power, array = _power_of_two(count), slice(0, size)
     folded = count - power  # pairs of neighbours of which one takes part in every round
     is_paired = index < 2 * folded
@@ -71,12 +63,10 @@ def rounds(index: int, count: int, size: int) -> list[Transfer]:
 
 
 def halving(index: int, count: int, size: int) -> list[Transfer]:
-    """Returns the exchanges by which nodes halve an array until each has one segment of it.
-
-    After an exchange a node combines what it has received with its own elements. At the end it has
-    the result of the elements it received last. The same exchanges in reverse, with what is sent
-    and what is received swapped, give every node the whole result.
-    """
+    """Returns the exchanges by which nodes halve an array until each has one segment of it."""
+    # After an exchange a node combines what it has received with its own elements. At the end it
+    # has the result of the elements it received last. The same exchanges in reverse, with what is
+    # sent and what is received swapped, give every node the whole result.
     mine = slice(0, size)
     plan = []
     for step in rounds(index, count, size):
@@ -171,12 +161,9 @@ class Peers:
         self._digests = self.legs(0, BYTE)
 
     def legs(self, count: int, dtype: np.dtype) -> Legs:
-        """Returns the exchanges that reduce a bucket.
-
-        Up to `MAX_PAYLOAD_NBYTES` a node sends all it has; above, nodes halve the bucket, which
-        takes more messages and fewer bytes. At most `EAGER_NBYTES` of the bucket, or of a large
-        half, are copied behind the digest.
-        """
+        """Returns the exchanges that reduce a bucket."""
+        # Up to this size a node sends all it has; above, nodes halve the bucket, which takes more
+        # messages and fewer bytes.
         if count * dtype.itemsize > MAX_PAYLOAD_NBYTES:
             there = halving(self._rank, self._size, count)
             back = [step.reverse for step in reversed(there)]

@@ -1,10 +1,4 @@
-"""Reduction of a flat array through MPI, piece by piece.
-
-Each rank reduces its segment of the array: it receives the contributions of the others and sends
-them the result. Pieces of all segments are under way at once, directly from and to the memory of
-the caller. The bits of an element do not depend on the rank that reduces it: with compression,
-every contribution is compressed, and every rank takes the result from its wire format.
-"""
+"""Reduction of a flat array through MPI, piece by piece, see decisions 19, 41 and 59."""
 
 import dataclasses
 import itertools
@@ -45,15 +39,13 @@ _MPI_OPS = {
 
 
 def piece_nbytes(ranks: int, nbytes: int, links_are_slow: bool = False) -> int:
-    """Returns the size in bytes of a piece.
-
-    A segment has as few pieces as their memory allows, of equal size: where a host shares its cores
-    with the network, messages that overlap with the arithmetic took longer. Where ranks wait for
-    slow links, pieces are smaller, and the arithmetic overlaps. Of many ranks, pieces are smaller,
-    but not so small that their number would count more than their size.
-    """
+    """Returns the size in bytes of a piece."""
+    # A segment has as few pieces as their memory allows, of equal size: where a host shares its
+    # cores with the network, messages that overlap with the arithmetic took longer. Of many ranks,
+    # pieces are smaller, but not so small that their number would count more than their size.
     most = min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
     segment = -(-nbytes // ranks)
+    # Ranks wait for slow links, so pieces are smaller, and the arithmetic overlaps.
     if links_are_slow:
         least, longest = SLOW_NBYTES
         most = min(most, longest, max(least, -(-segment // SLOW_PIECES)))

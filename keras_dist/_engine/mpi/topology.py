@@ -22,10 +22,7 @@ SLOW = 340e6
 
 
 class Topology:
-    """The ranks of an MPI communicator, and which of them share a node.
-
-    Describes one process until `discover` has run.
-    """
+    """The ranks of an MPI communicator, and which share a node; of one process until `discover`."""
 
     def __init__(self, world: Any | None = None):
         self.world: Any = world
@@ -91,11 +88,9 @@ def ranks_in(comm: Any, other: Any) -> list[int]:
 
 
 def measure_rate(world: Any, mpi: Any, slices: int = 1) -> float:
-    """Measures the bytes per second between nodes, of one slice. Collective; blocks.
-
-    Takes some milliseconds, and the time in which a node of one to four ranks sends 12 MiB; a
-    larger one sends 3 MiB for each rank.
-    """
+    """Measures the bytes per second between nodes, of one slice. Collective; blocks."""
+    # Takes some milliseconds, and the time in which a node of one to four ranks sends 12 MiB; a
+    # larger one sends 3 MiB for each rank.
     nodes = world.Get_size()
     if nodes == 1:
         return math.inf
@@ -126,14 +121,12 @@ def _probe(world: Any, mpi: Any, count: int, nbytes: int, probes: int) -> float:
 
 
 def halving_nbytes(nodes: int) -> int:
-    """Returns the size in bytes up to which nodes halve arrays.
-
-    Halving exchanges about 2 log2(nodes) messages, and the first of them travel with the digests;
-    segments are exchanged by as many messages as there are nodes. Of two nodes both are halves.
-    A power of two nodes sends as many bytes either way, so it halves until segments are so large
-    that their pieces overlap with the arithmetic. Of other numbers, some nodes send and receive
-    whole arrays, so only the messages of many nodes take longer.
-    """
+    """Returns the size in bytes up to which nodes halve arrays."""
+    # Halving exchanges about 2 log2(nodes) messages, and the first of them travel with the digests;
+    # segments are exchanged by as many messages as there are nodes. Of two nodes both are halves.
+    # A power of two nodes sends as many bytes either way, so it halves until segments are so large
+    # that their pieces overlap with the arithmetic. Of other numbers, some nodes send and receive
+    # whole arrays, so only the messages of many nodes take longer.
     if nodes == 2:
         return PAIR_NBYTES
     return nodes * (SEGMENT_NBYTES if nodes & (nodes - 1) == 0 else FOLDED_NBYTES)

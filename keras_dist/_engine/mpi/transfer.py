@@ -1,8 +1,4 @@
-"""Transfers of bytes of any size.
-
-Counts and displacements are an `int` before MPI 4, also for mpi4py over such a library, and end at
-2**31. Larger transfers go in chunks, each with an address of its own.
-"""
+"""Transfers of bytes of any size."""
 
 import io
 import itertools
@@ -17,6 +13,8 @@ from keras_dist._engine.shm.wait import blocked, pause, waiting
 from keras_dist._engine.tracing import spans
 
 IDLE_POLL_SECONDS = 8e-6  # a longer poll has moved data, or has lost the core
+# Counts and displacements are an `int` before MPI 4, also for mpi4py over such a library. Larger
+# transfers go in chunks, each with an address of its own.
 MAX_NBYTES = 2**30  # in one call: below 2**31, as libraries add up counts themselves
 
 

@@ -1,10 +1,4 @@
-"""Launched operations, and the thread that watches them.
-
-A wait on the GPU is invisible to the host: the script may block in the framework, in a kernel that
-waits for a rank that has died. So a thread of each communicator waits for every launch. Its wait
-counts as a wait for ranks, so the stall watchdog reports it; if a rank has died, it ends NCCL's
-operations, which releases the script.
-"""
+"""Launched operations, and the thread that watches them, see decision 56."""
 
 import collections
 import contextlib

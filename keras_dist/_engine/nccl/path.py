@@ -1,7 +1,4 @@
-"""The path of arrays in GPU memory: by NCCL, or through the host.
-
-Every rank knows the GPUs of all ranks, so all find the same path without a message.
-"""
+"""The path of arrays in GPU memory, by NCCL or the host, which all ranks find without a message."""
 
 import dataclasses
 import logging
@@ -91,11 +88,9 @@ def path_of(comm: "Communicator") -> GpuPath:
 
 
 def is_defined(op: ReduceOp, dtype: np.dtype, factor: float) -> bool:
-    """Returns whether NCCL defines a reduction as the engine does.
-
-    Adasum is not one of NCCL's. Its average of integers overflows, and it has no code for some
-    dtypes. A factor must be exact in the dtype of the sum.
-    """
+    """Returns whether NCCL defines a reduction as the engine does."""
+    # Adasum is not one of NCCL's. Its average of integers overflows, and it has no code for some
+    # dtypes. A factor must be exact in the dtype of the sum.
     if dtype.name not in DATA_TYPES or op is ReduceOp.ADASUM:
         return False
     if dtype.kind == "c":

@@ -164,14 +164,11 @@ class NcclRanks:
         self._end(self._lost())
 
     def give_up(self, failure: Exception) -> None:
-        """Aborts the communicator after a failure that all ranks know. Collective; blocks.
-
-        The launches on which the ranks have agreed end first, unless NCCL has failed on a rank:
-        then they may not end.
-        """
+        """Aborts the communicator after a failure that all ranks know. Collective; blocks."""
         earlier = self._agreed
         try:
             intact = self._comm.allgather_bytes(bytes([self._failure is None]))
+            # Launches on which the ranks agreed end first; if NCCL has failed on one, they may not.
             if earlier is not None and all(part[0] for part in intact):
                 with contextlib.suppress(Exception):  # those who wait for it raise its error
                     earlier.wait()

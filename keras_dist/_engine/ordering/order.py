@@ -13,12 +13,10 @@ R = TypeVar("R")
 
 
 def set_completion(wait: Callable[[], None]) -> None:
-    """Makes every collective call a function first, which waits for programs of a framework.
-
-    JAX returns from a compiled program while that still waits for its inputs. If the next call of
-    the script overtook the collectives of the program on one rank and not on another, the ranks
-    would exchange the wrong data, without an error where shapes are equal.
-    """
+    """Makes every collective call a function first, which waits for programs of a framework."""
+    # JAX returns from a compiled program while that still waits for its inputs. If the next call of
+    # the script overtook the collectives of the program on one rank and not on another, the ranks
+    # would exchange the wrong data, without an error where shapes are equal.
     if wait not in _waits:
         _waits.append(wait)
 

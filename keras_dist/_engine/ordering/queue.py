@@ -1,16 +1,9 @@
-"""A queue of collectives, and the thread that runs the queued ones. Independent of MPI.
+"""A queue of collectives, and the thread that runs the queued ones, see decision 18.
 
-All ranks must run the same collectives in the same order. While a script only calls blocking
-operations, its own order is that order, and a lock is enough. Once operations are queued, a
-blocking call may come while others still wait; it must not overtake them on one rank and follow
-them on another. So all take a ticket in one queue. A blocking call waits for its turn; a queued
-operation leaves its `Handle` in the queue, and a thread of the engine runs it when it is at the
-front. Timing decides when an operation runs, never before which other one.
-
-Named operations need no order, neither among themselves nor to those without a name: where the
-ranks find that the operations at the front differ, they agree on one that all hold and run it first
-(`Reordered`). Only one operation of a name is in flight at a time: another one is refused.
-The queue remembers the refusal until the first operation has ended and the ranks have met again.
+Timing decides when an operation runs, never before which other one. Where the ranks find that named
+operations at the front differ, they agree on one that all hold and run it first (`Reordered`). Only
+one operation of a name is in flight at a time: another one is refused. The queue remembers the
+refusal until the first operation has ended and the ranks have met again.
 """
 
 import collections

@@ -2,13 +2,10 @@
 
 Every rank copies a small bucket into shared memory and reduces it whole: one rendezvous. Of a large
 bucket each rank reduces a slice, in rank order, into a result that all ranks see and read in place.
-
-Why the result can be read in place. There are several rows for results. A rank writes to the row of
-call t again in call t + 2 at the earliest, which it enters only after all ranks have met in call
-t + 1, where each said which results it still holds, see `ResultRows`. A row that
-one of them holds is not written. If all other rows are held, all ranks copy the result of call t
-and meet once more, before call t + 1 writes to the same row. A result that is read in place starts
-on a page.
+That is safe, as a rank writes to the row of call t again in call t + 2 at the earliest, which it
+enters only after all ranks have met in call t + 1, where each said which results it still holds,
+see `ResultRows`. If all other rows are held, all ranks copy the result of call t and meet once
+more. A result that is read in place starts on a page.
 """
 
 import itertools
@@ -214,11 +211,9 @@ class Sliced:
     def _pieces(
         self, turn: int, out: np.ndarray | None = None, sums: np.ndarray | None = None
     ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-        """Yields the chunks of this rank: the result, and all contributions in rank order.
-
-        The first or second contribution is the memory of the result, which is written after both
-        are read. With `sums` the contributions stay as they are.
-        """
+        """Yields the chunks of this rank: the result, and all contributions in rank order."""
+        # The first or second contribution is the memory of the result, which is written after both
+        # are read. With `sums` the contributions stay as they are.
         arrays, scratch = self._arrays, self._scratch
         for result, before, chunk, after in self._parts[turn]:
             target = result
@@ -235,15 +230,12 @@ BucketReduction = Full | Sliced
 
 
 def _chunks(bucket: Bucket, part: slice) -> list[BucketRange]:
-    """Cuts a slice of a bucket into chunks that the cache of a core holds.
-
-    Elements of a large array are a chunk of their own, which is read in place; small arrays share
-    a chunk.
-    """
+    """Cuts a slice of a bucket into chunks for the cache of a core; small arrays share one."""
     step, whole = CHUNK_NBYTES // bucket.dtype.itemsize, WHOLE_NBYTES // bucket.dtype.itemsize
     cuts = {part.start, part.stop}
     for slot in bucket.slots:
         low, high = max(slot.offset, part.start), min(slot.offset + slot.count, part.stop)
+        # Elements of a large array are a chunk of their own, which is read in place.
         if high - low >= whole:
             cuts.update((low, high))
     return [

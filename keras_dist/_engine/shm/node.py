@@ -1,7 +1,4 @@
-"""The ranks of one node that share memory, their barrier in it, and the watch for their end. Linux.
-
-Independent of MPI.
-"""
+"""The ranks of one node that share memory, their barrier, and the watch for their end. Linux."""
 
 import contextlib
 import os

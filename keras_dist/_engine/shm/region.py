@@ -1,9 +1,4 @@
-"""Regions of shared memory: each reduces one bucket at a time, in turn.
-
-The plan of gradients has a region for each bucket. Single calls share regions by size: a call takes
-one that is large enough, so calls of many shapes need no more memory than calls of one. All ranks
-make and drop the same regions at the same call.
-"""
+"""Regions of shared memory: each reduces a bucket at a time. See decisions 12, 47 and 60."""
 
 import os
 import weakref
@@ -45,8 +40,11 @@ class ResultLease:
         """Returns a result in a turn that is not held; `None` once one has been written to."""
         view, nbytes = self._views[turn], count * dtype.itemsize
         self._is_over = self._is_over or view.is_written(nbytes)
+        # TensorFlow writes to a slice of a gradient that nothing else reads. The kernel then copies
+        # page by page, which is slower than one copy, so after a write nothing more is lent.
         if self._is_over:
             return None
+        # All views keep the base alive, and so do the tensors that a framework makes of them.
         base = np.frombuffer(view.memory, np.uint8, nbytes)
         self._bases[turn] = weakref.ref(base)
         return base.view(dtype)
@@ -79,14 +77,7 @@ os.register_at_fork(before=_before_fork)
 
 
 class ResultRows:
-    """Chooses rows for results, the same on all ranks of a node.
-
-    A row that a rank still reads must not be written. So each rank says before the rendezvous of a
-    call which rows it holds, and after it all ranks choose the row of the next call alike: the free
-    row that was used last, which is most likely to be in a cache. The row of this call is never
-    chosen, as others may still read it, unless all other rows are held: then nobody is lent this
-    result, and the ranks meet once more when they have copied it.
-    """
+    """Chooses rows for results that no rank still reads, the same on all ranks of a node."""
 
     def __init__(self, count: int, held: np.ndarray, rank: int, lease: ResultLease | None):
         self.count, self._lease = count, lease
@@ -111,6 +102,9 @@ class ResultRows:
         for word in self._held:
             held |= word[0]
         row = self.next
+        # The free row that was used last is most likely to be in a cache. The row of this call may
+        # still be read by others: if it is chosen, nobody is lent this result, and the ranks meet
+        # once more when they have copied it.
         return next((r for r in self._recent if r != row and not held >> r & 1), row)
 
     def follow(self, chosen: int) -> int:

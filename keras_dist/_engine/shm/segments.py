@@ -1,9 +1,4 @@
-"""Shared memory of the ranks of a node, and copy-on-write views of it. Linux; independent of MPI.
-
-A segment is a file in `/dev/shm` without a name, or with a name only while the ranks open it. Its
-pages are reserved when it is made, so a full `/dev/shm` is an error at that moment and not a crash
-later. However the job ends, the kernel frees the segment with the last process.
-"""
+"""Shared memory of a node, and copy-on-write views of it. Linux. See decisions 12 and 13."""
 
 import contextlib
 import errno
@@ -113,12 +108,10 @@ class Segment:
 def make_segment(
     nbytes: int, rank: int, allgather: Callable[[Any], list[Any]], private_view: bool = False
 ) -> tuple[Segment | None, str | None]:
-    """Makes a segment for all ranks of a node, or returns the reason. Collective on the node.
-
-    The file has no name: the other ranks open it through /proc of the rank that made it, so no file
-    is left, even if a rank is killed meanwhile. If a rank does not see it there, as from another
-    container, the file has a name while the ranks open it.
-    """
+    """Makes a segment for all ranks of a node, or returns the reason. Collective on the node."""
+    # The other ranks open the file through /proc of the rank that made it, so it needs no name, and
+    # no file is left even if a rank is killed meanwhile. If a rank does not see it there, as from
+    # another container, the file has a name while the ranks open it.
     create = _create_nameless
     segment, reasons = _open_segment(create, nbytes, rank, allgather, private_view)
     if any(isinstance(reason, _NotVisible) for reason in reasons):

@@ -1,9 +1,8 @@
 """Waits: counters in shared memory, and a record of what each thread waits for.
 
 A thread that waits for a counter spins briefly and then sleeps in the kernel, which wakes it (a
-futex, on Linux). Spinning reacts within a microsecond but keeps a core busy that another rank,
-or the framework of this one, may need. All waits for other ranks are recorded here, by whatever
-means a thread waits, and their time is added up.
+futex, on Linux). Spinning reacts within a microsecond but keeps a core busy that another rank, or
+the framework of this one, may need.
 """
 
 import contextlib
@@ -70,15 +69,13 @@ def nap_unless(is_awaited: Callable[[], bool]) -> None:
 
 
 def pause(idle_polls: int = 0) -> None:
-    """Lets other threads run before the next poll of what this one waits for.
-
-    Yields the core: data moves only while MPI is called, so that sleeping over TCP took several
-    times as long. If the core is crowded, as on a host with more ranks than cores, it naps while
-    no data moves, because its polls would take time from ranks at work. The thread of a queued
-    operation runs beside the computation of its own rank, so its core is always crowded: it polls
-    if somebody waits for it, and naps if not.
-    """
+    """Lets other threads run before the next poll of what this one waits for."""
+    # Data moves only while MPI is called, so that sleeping over TCP took several times as long as
+    # yielding the core. If the core is crowded, as on a host with more ranks than cores, this naps
+    # while no data moves, because its polls would take time from ranks at work.
     global _crowded_until
+    # The thread of a queued operation runs beside the computation of its own rank, so its core is
+    # always crowded: it polls if somebody waits for it, and naps if not.
     if _pace.is_awaited is not None:
         if _pace.is_awaited():
             os.sched_yield()
@@ -146,14 +143,12 @@ class Counter:
         self._address = ctypes.c_void_p(word.ctypes.data)
 
     def raise_to(self, value: int) -> None:
-        """Sets the counter and wakes threads that sleep on it. Only its owner may call this.
-
-        The system call happens even if no thread sleeps: it takes a microsecond and is a full
-        memory barrier, which a check would need as well.
-        """
+        """Sets the counter and wakes threads that sleep on it. Only its owner may call this."""
         if self._fence is not None:
             self._fence()
         self.view[0] = value
+        # Even if no thread sleeps: the call takes a microsecond and is a full memory barrier, which
+        # a check would need as well.
         _syscall(_FUTEX, self._address, _WAKE, _EVERYONE, None, None, 0)
 
     def has_reached(self, value: int) -> bool:

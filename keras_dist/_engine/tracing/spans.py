@@ -2,9 +2,7 @@
 
 Without a recorder a span costs one check of `recorder`. With one, an operation is one record, from
 the call for the lock of its communicator on, with its phases; other work of a thread, such as a
-step, is a span. Records stay in memory until `trace_writer` writes them to a file.
-
-Times are those of `time.perf_counter_ns`, which all processes of a node share.
+step, is a span. Times are those of `time.perf_counter_ns`, which all processes of a node share.
 """
 
 import collections

@@ -1,8 +1,7 @@
 """The trace file of one rank, written line by line. Independent of MPI and frameworks.
 
-A line is a list of integers, or a JSON object: the head, the name of a number, the end. A thread
-appends lines several times a second, so all lines but the last are complete if the process is
-killed. `keras_dist.monitor.timeline` merges the files of all ranks.
+A line is a list of integers, or a JSON object: the head, the name of a number, the end. All lines
+but the last are complete if the process is killed.
 """
 
 import contextlib

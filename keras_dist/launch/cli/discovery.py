@@ -1,7 +1,4 @@
-"""Host discovery: a script of the user, or a hostfile, names the hosts at each start of a job.
-
-While the job runs they are read again, if the number of ranks has limits.
-"""
+"""Host discovery: a script of the user, or a hostfile, names the hosts, also while a job runs."""
 
 import argparse
 import os
@@ -46,15 +43,12 @@ def _find(options: argparse.Namespace, seconds: float) -> Hosts:
 
 
 def with_hosts(options: argparse.Namespace, again: bool, end: float) -> argparse.Namespace:
-    """Returns the options with the hosts that the source names, if there is one.
-
-    It is asked again while there are fewer slots than `--min-np`, for at most
-    `--elastic-timeout` seconds.
-    """
+    """Returns the options with the hosts that the source names, if there is one."""
     if not (name := _source_of(options)):
         return options
     waits_until = time.monotonic() + options.elastic_timeout
     least = _least(options)
+    # Asked again while there are fewer slots than `--min-np`, for `--elastic-timeout` seconds.
     while True:
         answers_until = max(waits_until, time.monotonic() + ANSWER_SECONDS)
         trouble = ""

@@ -106,11 +106,9 @@ def of_the_packages() -> Iterator[Finding]:
 
 
 def _without_bytecode() -> str:
-    """Returns a remedy if each rank compiles the sources of Keras; an empty string otherwise.
-
-    uv does not compile what it installs, and images of containers often set
-    `PYTHONDONTWRITEBYTECODE`. An import then takes three times as long.
-    """
+    """Returns a remedy if each rank compiles the sources of Keras; an empty string otherwise."""
+    # uv does not compile what it installs, and images of containers often set
+    # `PYTHONDONTWRITEBYTECODE`. An import then takes three times as long.
     spec = importlib.util.find_spec("keras")
     if spec is None or spec.origin is None:
         return ""

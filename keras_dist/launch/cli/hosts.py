@@ -1,7 +1,4 @@
-"""Hosts and their slots: from options, from files, or from a batch system; and whether they answer.
-
-Names are checked against a pattern, because they become arguments of commands such as ssh.
-"""
+"""Hosts and their slots: from options, files or a batch system; and whether they answer."""
 
 import collections
 import concurrent.futures

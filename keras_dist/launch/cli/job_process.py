@@ -143,11 +143,9 @@ class _Job:
 
 
 def kill_children(others: Set[int] = frozenset()) -> None:
-    """Kills all children of this thread, the main one, but others; orphans of jobs are among them.
-
-    Processes that forward the output of ranks ignore SIGTERM: they end after the last line.
-    """
+    """Kills all children of this thread, the main one, but others; also orphans of jobs."""
     begin, asked = time.monotonic(), set[int]()
+    # Processes that forward output of ranks ignore SIGTERM: they end after its last line.
     while (pids := _children() - others) and time.monotonic() < begin + KILL_SECONDS:
         by_force = time.monotonic() > begin + LAST_WORDS_SECONDS
         for pid in pids:

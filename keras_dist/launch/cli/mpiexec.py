@@ -56,11 +56,9 @@ def load_library() -> Library:
 
 
 def find_mpiexec(library: Library) -> str:
-    """Returns the path of the mpiexec of a library.
-
-    Wheels install mpiexec beside Python. The first one on the PATH may belong to another library,
-    and its ranks would not find each other.
-    """
+    """Returns the path of the mpiexec of a library."""
+    # Wheels install mpiexec beside Python. The first one on the PATH may belong to another library,
+    # and its ranks would not find each other.
     seen = []
     for path in dict.fromkeys(_candidates()):
         if _matches(_version(path), library):

@@ -1,9 +1,4 @@
-"""The next start of a job, kept ready while the job runs: a second job that waits.
-
-Its ranks run `launch.standby_process`. They connect to this process, by a Unix socket where all are
-on this host, and are told to go when the job has failed. They end with the connection, so none
-outlives this process.
-"""
+"""The next start of a job, kept ready while it runs: a second job. See decision 72."""
 
 import contextlib
 import dataclasses
@@ -99,10 +94,8 @@ class Standby:
         self._listener.close()
 
     def _keep(self, start: _Start) -> None:
-        """Starts the processes, which end with the thread that has started them.
-
-        On a loaded host mpiexec may fail to start; it is then started once more.
-        """
+        """Starts the processes, which end with the thread that has started them."""
+        # On a loaded host mpiexec may fail to start.
         for _ in range(STARTS):
             if start.over.wait(START_SECONDS):
                 return
@@ -158,14 +151,11 @@ def _end(start: _Start | None) -> None:
 def standing_by(
     environment: dict[str, str], hosts: Iterable[str] | None, place: int, count: int
 ) -> Iterator[Standby | None]:
-    """Keeps a job ready for restarts, and tells its ranks by a variable where to connect.
-
-    Without a socket, as where the path of the temporary folder is too long, no job is kept ready.
-    """
+    """Keeps a job ready for restarts, and tells its ranks by a variable where to connect."""
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:
         try:
             server, addresses = _listen(folder, hosts)
-        except OSError:
+        except OSError:  # as where the path of the temporary folder is too long
             yield None
             return
         token = secrets.token_urlsafe(32)

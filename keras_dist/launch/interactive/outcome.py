@@ -125,11 +125,9 @@ def value_of(outcome: Any, rank: int, np: int) -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """Returns `cloudpickle.dumps(value)`, from which code is loaded with its file name.
-
-    cloudpickle 3.1.3 and later replace it by `"<dynamic-code>"`: a traceback of another process
-    would show no line of a cell or of a script.
-    """
+    """Returns `cloudpickle.dumps(value)`, from which code is loaded with its file name."""
+    # cloudpickle 3.1.3 and later replace it by `"<dynamic-code>"`: a traceback of another process
+    # would show no line of a cell or of a script.
     file = io.BytesIO()
     _CodePickler(file).dump(value)
     return file.getvalue()

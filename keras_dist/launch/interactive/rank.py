@@ -1,7 +1,4 @@
-"""A rank of `keras_dist.run`: runs the function and writes its outcome.
-
-mpiexec starts it as `python -m keras_dist.launch.interactive.rank FOLDER`.
-"""
+"""A rank of `keras_dist.run`, which mpiexec starts: runs the function and writes its outcome."""
 
 import contextlib
 import linecache

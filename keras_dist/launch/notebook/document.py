@@ -1,9 +1,8 @@
 """Notebook files: reading with checks, atomic writing, parameters, and failures of other ranks.
 
-Parameters are injected by the tags of papermill. When a cell fails on another rank, the root may be
-inside a collective while the job is about to end. So the failing rank writes a file beside the
-notebook and waits until a thread of the root has read it. The file holds the start time of its run,
-because files of an earlier run may be left.
+When a cell fails on another rank, the root may be inside a collective while the job is about to
+end. So the failing rank writes a file beside the notebook and waits until a thread of the root has
+read it. The file holds the start time of its run, because files of an earlier run may be left.
 """
 
 import ast

@@ -28,11 +28,8 @@ class _Failed(NamedTuple):
 
 
 def run_notebook(path: pathlib.Path, output: pathlib.Path, values: Mapping[str, Any]) -> int:
-    """Runs a notebook in this process, which is a rank of a job.
-
-    The root writes the notebook after every cell; other ranks write their output to log files
-    beside it. A failing cell ends all ranks.
-    """
+    """Runs a notebook in this process, which is a rank of a job; a failing cell ends all ranks."""
+    # The root writes the notebook after every cell; others write their output to logs beside it.
     rank, announced = launch_environment.announced_rank() or 0, launch_environment.announced_size()
     ranks = 1 if announced is None else announced.size
     where = f"[rank {rank} of {ranks}]"

@@ -1,7 +1,4 @@
-"""IPython's shell in the process of a rank, and the outputs of cells in the format of notebooks.
-
-Cells use MPI, devices and memory of the rank.
-"""
+"""IPython's shell in the process of a rank, and the outputs of cells in the format of notebooks."""
 
 import base64
 import io

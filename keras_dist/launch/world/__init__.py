@@ -1,8 +1,4 @@
-"""Ranks in processes that others have started, such as the workers of Ray, Dask or Spark.
-
-The driver runs a `WorldServer`. Each worker calls `join_world` and becomes a rank. The server
-speaks PMI-1, the protocol by which MPICH asks its launcher for the other ranks.
-"""
+"""Ranks in processes that others have started, such as the workers of Ray. See decision 57."""
 
 from keras_dist.launch.world.member import join_world
 from keras_dist.launch.world.world_server import WorldServer

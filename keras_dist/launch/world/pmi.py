@@ -1,7 +1,7 @@
-"""The server side of PMI-1, by which the ranks of MPICH learn about each other.
+"""The server side of PMI-1, by which the ranks of MPICH learn about each other. Knows no sockets.
 
-A rank sends commands such as `cmd=get kvsname=world key=address`, one a line, and each has one
-line as its answer. Knows no sockets.
+A rank sends commands such as `cmd=get kvsname=world key=address`, one a line, and each has one line
+as its answer.
 """
 
 import secrets

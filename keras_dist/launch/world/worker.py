@@ -1,8 +1,4 @@
-"""Ranks as children of workers of another system, and the driver that gathers their outcomes.
-
-MPI cannot be initialized twice in a process, and a rank may have to be ended at once. So a worker,
-which stays, runs each rank in a process of its own.
-"""
+"""Ranks as children of workers of another system, and the driver that gathers their outcomes."""
 
 import contextlib
 import json

@@ -52,11 +52,9 @@ class Ends(dict[int, tuple[End, str]]):
             self[rank] = end, reason
 
     def cause(self) -> tuple[int, End, str]:
-        """Returns the most probable cause: the rank, how it has ended, and the reason.
-
-        Of ranks that have failed or died, it is the first one heard: a rank may fail because
-        another one has died, without saying so, or die because another one has failed.
-        """
+        """Returns the most probable cause: the rank, how it has ended, and the reason."""
+        # The first one heard that failed or died: a rank may fail because another one has died,
+        # without saying so, or die because another one has failed.
         rank = min(self, key=lambda rank: max(self[rank][0], End.DIED))
         return rank, *self[rank]
 
@@ -283,11 +281,9 @@ class WorldServer:
         )
 
     def _hear(self, rank: int, end: End, reason: str) -> None:
-        """Notes how a rank has ended, and ends all others because of the most probable cause.
-
-        Threads read the connections, so the abort of a rank that has waited for a dead one may be
-        heard before that death. The thread that hears the first end waits for further ends.
-        """
+        """Notes how a rank has ended, and ends all others because of the most probable cause."""
+        # Threads read the connections, so the abort of a rank that has waited for a dead one may be
+        # heard before that death. The thread that hears the first end waits for further ends.
         with self._changed:
             is_first = not self._ends
             self._ends.add(rank, end, reason)

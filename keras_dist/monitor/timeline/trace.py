@@ -1,6 +1,5 @@
-"""The trace of all ranks, in the trace event format of Chrome.
+"""The trace of all ranks, in the trace event format of Chrome: a rank is a process of the trace.
 
-A rank is a process of the trace. `keras_dist._engine.tracing.trace_writer` writes its recording.
 The last line of a rank that was killed may be incomplete. Recordings are read several times, so
 that memory does not grow with the number of events.
 
@@ -41,10 +40,7 @@ def begin_trace(path: str, job: str) -> None:
 
 
 def complete(path: str, job: str, by_reader: bool = False) -> list[dict[str, Any]]:
-    """Writes the trace of a job from its recordings, which stay, because the job may be running.
-
-    The file at `path` is replaced atomically.
-    """
+    """Writes a job's trace atomically from recordings, which stay, as the job may be running."""
     ranks = [RankEvents(part) for part in parts_of(path, job)]
     start = min((rank.first for rank in ranks), default=0)
     last = _last_arrivals(ranks)
