@@ -1,5 +1,9 @@
 """A rank dies without an error: all other ranks end, and nothing is left behind."""
 
+import mmap
+import os
+from pathlib import Path
+
 import pytest
 
 ENDS = "all ranks end, exit code not 0"
@@ -36,6 +40,26 @@ def test_a_rank_killed_before_init(meet):
 @pytest.mark.fault("a rank is killed while it computes in `fit`", ENDS, within=5)
 def test_a_rank_killed_in_fit(fit_job):
     fit_job("fit_faults.py", "killed_while_it_computes").failed()
+
+
+@pytest.mark.fault(
+    "a job was killed while MPI started, and has left its shared memory",
+    "the next job of this user on the node removes it; what any process uses stays",
+    within=5,
+)
+def test_memory_of_a_job_that_was_killed_while_mpi_started(meet):
+    left, used = [Path(f"/dev/shm/mpich_shm_{os.getpid()}{end}") for end in "ab"]
+    left.write_bytes(b"left")
+    used.write_bytes(b"used")
+    try:
+        with used.open("r+b") as file:
+            mapped = mmap.mmap(file.fileno(), 4)
+        meet(2, "1:SIGKILL", *LARGE).failed()
+        assert (left.exists(), used.exists()) == (False, True)
+        mapped.close()
+    finally:
+        left.unlink(missing_ok=True)
+        used.unlink(missing_ok=True)
 
 
 @pytest.mark.fault("all ranks are killed at once", ENDS, within=5)

@@ -2,11 +2,14 @@
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import platform
 import re
+import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +89,30 @@ def shared_memory_nbytes() -> int:
 def unlink_mpich_memory() -> None:
     """Unlinks the shared memory files of MPICH, so that a killed job leaves none."""
     # MPICH opens them by name only while it starts. Every rank of the node must have started MPI.
+    # One of them also unlinks the files of jobs that were killed before they came here.
     maps = Path("/proc/self/maps")
     if maps.exists():
         for name in set(re.findall(r"/dev/shm/mpich_shm_\w+$", maps.read_text(), re.MULTILINE)):
             with contextlib.suppress(FileNotFoundError):  # another rank was first
                 os.unlink(name)
+                _unlink_unused(Path(name).parent.glob("mpich_shm_*"))
+
+
+def _unlink_unused(paths: Iterable[Path]) -> None:
+    """Unlinks the files of this user that no process has open or mapped, in any container.
+
+    Only on such a file does the kernel give a lease. A process that opens it now waits for the end
+    of the lease, and the signal of which this process is told is one that is ignored by default.
+    """
+    for path in paths:
+        with contextlib.suppress(OSError):  # in use, of another user, or gone
+            file = os.open(path, os.O_RDWR)
+            try:
+                fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+                os.unlink(path)
+            finally:
+                os.close(file)  # ends the lease
 
 
 def mpi_failure() -> str | None:
