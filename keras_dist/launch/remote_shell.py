@@ -2,18 +2,22 @@
 
 import argparse
 import contextlib
+import itertools
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from keras_dist import errors
-from keras_dist.launch.cli.job_process import end_with_parent
+from keras_dist.launch.cli.job_process import GRACE_SECONDS, end_with_parent
 from keras_dist.launch.cli.mpiexec import Library
 
 MAX_UNANSWERED = 4  # messages to a host
+POLL_SECONDS = 0.05  # between looks whether connections have ended
+RUNS = "runs"  # the note of a connection that has not ended
 SSH_FAILED = 255  # exit code of ssh for errors of its own, such as a host that does not answer
 
 
@@ -24,10 +28,11 @@ def agent_command(ssh: str, notes: Path, limit: int) -> list[str]:
     return [*module, f"--ssh={ssh}", f"--notes={notes}", f"--limit={limit}"]
 
 
-def read_notes(notes: Path) -> dict[str, int]:
-    """Returns the hosts whose connection has broken, and the exit code of ssh for each."""
+def read_notes(notes: Path) -> dict[str, int | None]:
+    """Returns the hosts that were entered, and the exit code of ssh for each; `None`: it runs."""
     lines = notes.read_text().splitlines() if notes.exists() else []
-    return {host: int(code) for host, code in map(str.split, lines)}
+    found = map(str.split, lines)
+    return {host: int(code) if code != RUNS else None for host, code in found}
 
 
 def main() -> int:
@@ -39,13 +44,17 @@ def main() -> int:
     parser.add_argument("host")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
+    _note(options, RUNS)
     words = [options.ssh, "-x", *_alive_options(options.limit), options.host, *options.command]
     code = subprocess.call(words, preexec_fn=end_with_parent)
-    if code < 0 or code == SSH_FAILED:
-        # Where mpiexec enters many hosts, some of them enter others, without the folder.
-        with contextlib.suppress(OSError), options.notes.open("a") as notes:
-            notes.write(f"{options.host} {code}\n")
+    _note(options, str(code))
     return code if code >= 0 else 128 - code  # the convention of shells
+
+
+def _note(options: argparse.Namespace, what: str) -> None:
+    # Where mpiexec enters many hosts, some of them enter others, without the folder.
+    with contextlib.suppress(OSError), options.notes.open("a") as notes:
+        notes.write(f"{options.host} {what}\n")
 
 
 def _alive_options(limit: int) -> list[str]:
@@ -56,21 +65,40 @@ def _alive_options(limit: int) -> list[str]:
 
 
 class Connections:
-    """The connections of one job. A host is lost after `limit` seconds of silence; 0: never."""
+    """The connections of one start of a job.
+
+    A host is lost after `limit` seconds of silence; 0: never.
+    """
 
     def __init__(self, notes: Path, limit: int, agent: str):
         self._notes, self._limit = notes, limit
+        self._has_succeeded = False
         self.variables = {"PRTE_MCA_plm_ssh_agent": agent} if agent else {}
 
-    def begin(self) -> None:
-        """Forgets what was noted, before a start of the job."""
+    def close(self) -> None:
+        """Removes the notes."""
         self._notes.unlink(missing_ok=True)
 
-    def lost(self) -> str:
-        """Returns an error that names the hosts that are lost; empty if there are none."""
-        if not (found := read_notes(self._notes)):
+    def lost(self, has_succeeded: bool = False) -> str:
+        """Returns an error that names the hosts that are lost; empty if there are none.
+
+        mpiexec also reports success as soon as the daemon of a host is gone, before ssh notices.
+        After a real one each connection ends at once, without an error.
+        """
+        notes = read_notes(self._notes)
+        if has_succeeded:
+            self._has_succeeded = True
+            end = time.monotonic() + GRACE_SECONDS
+            while None in notes.values() and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
+                notes = read_notes(self._notes)
+        found = {host: code for host, code in notes.items() if self._is_broken(code)}
+        if not found:
             return ""
-        told = ", ".join(f"exit code {code} of ssh to {host}" for host, code in found.items())
+        told = ", ".join(
+            f"no end of ssh to {host}" if code is None else f"exit code {code} of ssh to {host}"
+            for host, code in found.items()
+        )
         patience = ""
         if self._limit:
             patience = (
@@ -84,17 +112,31 @@ class Connections:
             f"Check the host and its network.{patience}",
         )
 
+    def _is_broken(self, code: int | None) -> bool:
+        # Another code is that of the daemon, which tells of ranks.
+        return self._has_succeeded if code is None else code < 0 or code == SSH_FAILED
+
 
 @contextlib.contextmanager
-def watched_connections(library: Library, ssh: str | None, limit: int) -> Iterator[Connections]:
-    """Watches the connections of a job while mpiexec enters hosts by ssh."""
-    # Only mpiexec of Open MPI needs it: Hydra notices by itself that ranks are gone.
+def watched_connections(
+    library: Library, ssh: str | None, limit: int
+) -> Iterator[Callable[[], Connections]]:
+    """Watches the connections of jobs while mpiexec enters hosts by ssh.
+
+    Yields a function that returns those of a further start. Only mpiexec of Open MPI needs it:
+    Hydra notices by itself that ranks are gone.
+    """
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:
-        notes = Path(folder) / "connections"
-        words = [] if ssh is None else agent_command(ssh, notes, limit)
-        # PRRTE divides a command at its blanks.
-        is_usable = library.survives_rank_loss and shlex.join(words) == " ".join(words)
-        yield Connections(notes, limit, " ".join(words) if is_usable else "")
+        numbers = itertools.count()
+
+        def connect() -> Connections:
+            notes = Path(folder) / f"connections-{next(numbers)}"
+            words = [] if ssh is None else agent_command(ssh, notes, limit)
+            # PRRTE divides a command at its blanks.
+            is_usable = library.survives_rank_loss and shlex.join(words) == " ".join(words)
+            return Connections(notes, limit, " ".join(words) if is_usable else "")
+
+        yield connect
 
 
 if __name__ == "__main__":

@@ -105,6 +105,26 @@ def test_a_job_that_has_lost_a_host_restarts(run, open_mpi):
 
 
 @pytest.mark.fault(
+    "a host is lost, under `keras-dist run --max-restarts` with Open MPI, whose mpiexec returns "
+    "exit code 0 before ssh ends",
+    "the launcher waits for ssh; the job is not taken for successful: it restarts",
+    within=60,
+)
+def test_a_job_whose_mpiexec_notices_a_lost_host_first_restarts(run, open_mpi):
+    def kill_for_a_second(first, second):
+        second.lose()
+        time.sleep(1)
+        second.link("up")
+
+    variables = {**LIMITS, "KERAS_DIST_STALL_ABORT_SECONDS": "10"}
+    launches = ["--max-restarts", "1", "--standby", "0"]
+    code, printed = run(open_mpi, kill_for_a_second, launches=launches, **variables)
+    assert "PRTE has lost communication" in printed, printed
+    assert "of ssh to host2" in printed, printed
+    assert code == 0 and printed.count("ends well") == 2, printed
+
+
+@pytest.mark.fault(
     "the link of a host goes down for 3 s, with MPICH and with Open MPI on two hosts",
     "the reduction waits, and the job continues; results are right",
     within=60,

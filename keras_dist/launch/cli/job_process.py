@@ -51,14 +51,15 @@ def run_job(
     environment: Mapping[str, str],
     seconds: float | None = None,
     output: IO[Any] | None = None,
-    lost: Callable[[], Any] = bool,
+    lost: Callable[[bool], Any] = lambda has_succeeded: False,
     follow: Callable[[threading.Event], Any] = threading.Event.is_set,
     process: "subprocess.Popen[bytes] | None" = None,
 ) -> Ended:
     """Runs a job to its end and forwards signals. No process of a failed job is left on this host.
 
     After a terminating signal the job has `GRACE_SECONDS`; Ctrl-C twice kills it at once. It has
-    some `seconds` at most, or no limit. `follow` runs in a thread, until its event is set.
+    some `seconds` at most, or no limit. `lost` tells whether a host is lost; it is called with
+    `True` when mpiexec has succeeded. `follow` runs in a thread, until its event is set.
     """
     job = _Job(process)
     _prctl(_SUBREAPER, 1)  # orphans of mpiexec become children of this process
@@ -82,7 +83,7 @@ def run_job(
             job.process.send_signal(number)
         with _beside(lambda has_ended: job.end_without(lost, has_ended)), _beside(follow):
             code = job.process.wait()
-        if lost():
+        if lost(code == 0):
             code = LOST_CODE if code <= 0 else code  # ended by this process, or 0 in error
         # Later signals belong to the caller, after the job is gone.
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
@@ -117,9 +118,9 @@ class _Job:
         self.signals: list[int] = []
         self.timed_out = False
 
-    def end_without(self, lost: Callable[[], Any], has_ended: threading.Event) -> None:
+    def end_without(self, lost: Callable[[bool], Any], has_ended: threading.Event) -> None:
         """Ends mpiexec if a host is lost, unless it ends by itself."""
-        while not lost():
+        while not lost(False):
             if has_ended.wait(POLL_SECONDS):
                 return
         for number in (signal.SIGTERM, signal.SIGKILL):

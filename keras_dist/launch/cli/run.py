@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_dist import config, errors
@@ -127,13 +127,12 @@ def _run(options: argparse.Namespace, end: float) -> int:
         ready = standing_by(environment, hosts, len(program), count)
         with (
             terminating_signals_raise(),
-            watched_connections(library, ssh, limit) as connections,
+            watched_connections(library, ssh, limit) as connect,
             ready if count else contextlib.nullcontext() as standby,
         ):
-            environment |= connections.variables
             commands = itertools.chain([command], map(command_of, itertools.count(1)))
             code = _run_with_restarts(
-                commands, environment, options.max_restarts, end, connections, watch, standby
+                commands, environment, options.max_restarts, end, connect, watch, standby
             )
             if code == UNCAUGHT and words_of_python(program):
                 _tell_of_backend(environment)
@@ -163,27 +162,31 @@ def _run_with_restarts(
     environment: dict[str, str],
     max_restarts: int,
     end: float,
-    connections: Connections,
+    connect: Callable[[], Connections],
     watch: HostWatch,
     standby: Standby | None,
 ) -> int:
     failures = 0  # starts after a change of the hosts do not count
+    following = connect()
     for restart, command in enumerate(commands):
         environment[RESTART] = str(restart)
         left = None if end == math.inf else max(0.01, end - time.monotonic())
         process = None
-        if standby is not None:
-            process = standby.take(command, environment) if restart else None
-            if failures < max_restarts:
-                # Its ssh must not note lost hosts of the job that runs.
-                unwatched = {n: t for n, t in environment.items() if n not in connections.variables}
-                standby.prepare(command, {**unwatched, RESTART: str(restart + 1)})
-        connections.begin()
-        lost = connections.lost
-        ended = run_job(command, environment, left, None, lost, watch.follow, process)
+        if standby is not None and restart:
+            process = standby.take(command, environment)
+        if process is None:  # what the ssh of processes that stood by notes is of the past
+            following.close()
+        connections = connect() if process is None else following
+        environment |= connections.variables
+        if standby is not None and failures < max_restarts:
+            following = connect()
+            told = {**environment, **following.variables, RESTART: str(restart + 1)}
+            standby.prepare(command, told)
+        ended = run_job(command, environment, left, None, connections.lost, watch.follow, process)
         code = _exit_code(ended)
-        if ended.signal is None and not ended.timed_out and (found := lost()):
+        if ended.signal is None and not ended.timed_out and (found := connections.lost()):
             tell(found)
+        connections.close()
         if ended.timed_out:
             tell("the job was ended after its time limit (--timeout).")
         if code == 0 or ended.signal is not None or code in NEVER_AGAIN:

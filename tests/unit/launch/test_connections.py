@@ -2,9 +2,11 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from keras_dist.launch import remote_shell
 from keras_dist.launch.cli import job_process
 from keras_dist.launch.cli.mpiexec import Library
 from keras_dist.launch.remote_shell import agent_command, read_notes, watched_connections
@@ -31,13 +33,13 @@ def enter(tmp_path):
 @pytest.mark.parametrize(
     ("ssh", "code", "noted"),
     [
-        ("exit 0", 0, {}),
-        ("exit 3", 3, {}),  # by its command
+        ("exit 0", 0, {"host1": 0}),
+        ("exit 3", 3, {"host1": 3}),
         ("exit 255", 255, {"host1": 255}),
         ("kill -KILL $$", 128 + 9, {"host1": -9}),
     ],
 )
-def test_a_connection_that_breaks_is_noted(enter, ssh, code, noted):
+def test_the_end_of_a_connection_is_noted(enter, ssh, code, noted):
     assert enter(ssh) == (code, noted, "")
 
 
@@ -50,29 +52,57 @@ def test_a_connection_that_breaks_is_noted(enter, ssh, code, noted):
     ],
 )
 def test_ssh_asks_whether_the_host_is_alive(enter, limit, options):
-    assert enter('echo "$*"', limit) == (0, {}, f"-x {options}host1 daemon --some option")
+    printed = f"-x {options}host1 daemon --some option"
+    assert enter('echo "$*"', limit) == (0, {"host1": 0}, printed)
 
 
 def test_only_open_mpi_enters_hosts_by_another_program():
     for library, ssh in ((MPICH, "/bin/ssh"), (OPEN_MPI, None), (OPEN_MPI, "/has blanks/ssh")):
-        with watched_connections(library, ssh, 5) as connections:
-            connections.begin()
+        with watched_connections(library, ssh, 5) as connect:
+            connections = connect()
             assert (connections.variables, connections.lost()) == ({}, "")
+            assert connections.lost(has_succeeded=True) == ""
 
 
-def test_the_error_names_the_host(tmp_path):
-    with watched_connections(OPEN_MPI, "/bin/false", 5) as connections:
+@pytest.fixture
+def watched(monkeypatch):
+    """The connections of a start, and a function that writes its notes."""
+    monkeypatch.setattr(remote_shell, "GRACE_SECONDS", 0.1)
+    with watched_connections(OPEN_MPI, "/bin/false", 5) as connect:
+        connections, another = connect(), connect()
         agent = connections.variables["PRTE_MCA_plm_ssh_agent"].split()
         notes = next(word for word in agent if word.startswith("--notes=")).partition("=")[2]
-        assert connections.lost() == ""
-        with open(notes, "w") as file:
-            file.write("host2 255\n")
-        expected = "Expected host2 to answer until the job ends. Received: exit code 255 of ssh to"
-        assert expected in connections.lost()
-        assert "5 s without an answer" in connections.lost()
-        connections.begin()
-        assert connections.lost() == ""
+        yield connections, Path(notes).write_text
+        assert another.lost(has_succeeded=True) == ""  # each start has notes of its own
+        connections.close()
+        assert not os.path.exists(notes)
     assert not os.path.exists(os.path.dirname(notes))
+
+
+def test_the_error_names_the_host(watched):
+    connections, note = watched
+    assert connections.lost() == ""
+    note("host2 runs\nhost3 runs\nhost2 255\n")
+    expected = "Expected host2 to answer until the job ends. Received: exit code 255 of ssh to"
+    assert expected in connections.lost()
+    assert "5 s without an answer" in connections.lost()
+
+
+@pytest.mark.parametrize(
+    ("noted", "error"),
+    [
+        ("host2 runs\nhost2 0\n", ""),
+        ("host2 runs\nhost2 3\n", ""),  # by its command: a rank has died, and others went on
+        ("host2 runs\n", "Received: no end of ssh to host2"),
+        ("host2 runs\nhost2 255\n", "Received: exit code 255 of ssh to host2"),
+    ],
+)
+def test_a_success_of_mpiexec_is_one_if_all_connections_end(watched, noted, error):
+    connections, note = watched
+    note(noted)
+    for found in (connections.lost(has_succeeded=True), connections.lost()):
+        assert error in found
+        assert bool(error) == bool(found)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +110,6 @@ def test_the_error_names_the_host(tmp_path):
 )
 def test_a_job_that_has_lost_a_host_ends_and_has_failed(words, monkeypatch):
     monkeypatch.setattr(job_process, "LOST_SECONDS", 0.1)
-    ended = job_process.run_job(words, dict(os.environ), lost=lambda: True)
+    ended = job_process.run_job(words, dict(os.environ), lost=lambda _: True)
     assert ended.code != 0
     assert (ended.signal, ended.timed_out) == (None, False)
