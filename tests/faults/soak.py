@@ -1,7 +1,7 @@
 """A long job with a fault every 30 s: no step is lost, no bit differs, and nothing is left.
 
     python tests/faults/soak.py --minutes 120                  4 ranks on two hosts, on torch
-    python tests/faults/soak.py --minutes 3 --every 10 --seed 5 --backend jax
+    .venv-openmpi/bin/python tests/faults/soak.py --minutes 3 --every 10 --seed 5
 
 `keras-dist run --max-restarts` trains on two hosts, network namespaces of this machine (needs
 root). They have a /dev/shm each, and the job a temporary folder of its own, so that all that is
@@ -20,6 +20,7 @@ import contextlib
 import datetime
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -43,6 +44,7 @@ LIMIT_SECONDS = 180  # from a fault until training goes on
 STALL_SECONDS, ABORT_SECONDS = 3, 12
 BAD_SECONDS = 3  # of a short fault, below the stall limit
 STEPS = 100  # in an epoch
+RANK = re.compile(rb"\0(PMI_RANK|OMPI_COMM_WORLD_RANK)=")  # of MPICH and of Open MPI
 
 
 class Wrong(Exception):
@@ -86,7 +88,7 @@ class Soak:
         (folder / "temporary").mkdir()
         self.chance = random.Random(options.seed)
         self.job, self.launches, self.lost, self.equal = None, 0, 0, "not compared"
-        self.minutes = 0
+        self.minutes, self.ended = 0, False
         self.seen, self.samples, self.wrong = collections.defaultdict(list), [], []
 
     def run(self):
@@ -125,6 +127,7 @@ class Soak:
             raise Wrong(f"training ends with exit code {self.job.returncode}")
         wait_for(lambda: not any(host.processes() for host in self.hosts), 20)
         self.samples.append(self.sample())
+        self.ended = True
 
     def launch(self):
         """Starts the job, or starts it again."""
@@ -155,7 +158,8 @@ class Soak:
     def strike(self, kind):
         """Causes a fault and waits until a step that began after it has ended on all ranks."""
         rank = self.chance.randrange(RANKS)
-        highest, restarts, begin = max(self.steps().values()), self.restarts(), time.monotonic()
+        restarts = self.restarts()
+        highest, begin = max(self.steps().values()), time.monotonic()
         FAULTS[kind](self, rank)
         self.goes_on(dict.fromkeys(range(RANKS), highest + 2), kind)
         seconds, restarts = time.monotonic() - begin, self.restarts() - restarts
@@ -243,7 +247,7 @@ class Soak:
     def report(self):
         """Returns the tables, and adds what has grown or was left to what is wrong."""
         first, *running = self.samples
-        if self.job and self.job.returncode == 0:
+        if self.ended:
             *running, last = running
             left = {name: value for name, value in last.items() if value > first[name]}
             self.wrong += [f"left: {value} {name}" for name, value in left.items()]
@@ -308,7 +312,7 @@ def _kill_twice(soak, rank):
     pids = []
     for pid in [pid for host in soak.hosts for pid in host.processes()]:
         with contextlib.suppress(OSError):
-            if b"\0PMI_RANK=" in Path(f"/proc/{pid}/environ").read_bytes():  # of MPICH
+            if RANK.search(Path(f"/proc/{pid}/environ").read_bytes()):
                 pids.append(pid)
     with contextlib.suppress(ProcessLookupError, IndexError):
         os.kill(soak.chance.choice(pids), signal.SIGKILL)
