@@ -82,8 +82,8 @@ class Connections:
     def lost(self, has_succeeded: bool = False) -> str:
         """Returns an error that names the hosts that are lost; empty if there are none.
 
-        mpiexec also reports success as soon as the daemon of a host is gone, before ssh notices.
-        After a real one each connection ends at once, without an error.
+        mpiexec also reports success when the daemon of a host is gone, before ssh notices, and
+        kills this program. After a real success each connection ends at once, without an error.
         """
         notes = read_notes(self._notes)
         if has_succeeded:
