@@ -1,4 +1,9 @@
-"""The program by which mpiexec of Open MPI enters a host, by ssh. See decision 46."""
+"""The program by which mpiexec of Open MPI enters a host: ssh, and a note of how it ends.
+
+mpiexec may wait forever for a host that is lost, as ssh does; that of Open MPI may also end with
+exit code 0. With this program ssh notices a host that does not answer, and `keras-dist run` is
+told. mpiexec of MPICH fails if ssh does, so that options of ssh suffice. Imports no MPI.
+"""
 
 import argparse
 import contextlib
@@ -70,10 +75,9 @@ class Connections:
     A host is lost after `limit` seconds of silence; 0: never.
     """
 
-    def __init__(self, notes: Path, limit: int, agent: str):
-        self._notes, self._limit = notes, limit
+    def __init__(self, notes: Path, limit: int, variables: dict[str, str]):
+        self._notes, self._limit, self.variables = notes, limit, variables
         self._has_succeeded = False
-        self.variables = {"PRTE_MCA_plm_ssh_agent": agent} if agent else {}
 
     def close(self) -> None:
         """Removes the notes."""
@@ -117,24 +121,30 @@ class Connections:
         return self._has_succeeded if code is None else code < 0 or code == SSH_FAILED
 
 
+def _variables(library: Library, ssh: str, notes: Path, limit: int) -> dict[str, str]:
+    if library.vendor == "MPICH" and limit:
+        return {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(_alive_options(limit))}
+    words = agent_command(ssh, notes, limit)
+    # PRRTE divides a command at its blanks.
+    is_usable = library.survives_rank_loss and shlex.join(words) == " ".join(words)
+    return {"PRTE_MCA_plm_ssh_agent": " ".join(words)} if is_usable else {}
+
+
 @contextlib.contextmanager
 def watched_connections(
     library: Library, ssh: str | None, limit: int
 ) -> Iterator[Callable[[], Connections]]:
     """Watches the connections of jobs while mpiexec enters hosts by ssh.
 
-    Yields a function that returns those of a further start. Only mpiexec of Open MPI needs it:
-    Hydra notices by itself that ranks are gone.
+    Yields a function that returns those of a further start.
     """
     with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:
         numbers = itertools.count()
 
         def connect() -> Connections:
             notes = Path(folder) / f"connections-{next(numbers)}"
-            words = [] if ssh is None else agent_command(ssh, notes, limit)
-            # PRRTE divides a command at its blanks.
-            is_usable = library.survives_rank_loss and shlex.join(words) == " ".join(words)
-            return Connections(notes, limit, " ".join(words) if is_usable else "")
+            variables = {} if ssh is None else _variables(library, ssh, notes, limit)
+            return Connections(notes, limit, variables)
 
         yield connect
 

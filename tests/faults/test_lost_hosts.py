@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from endings import SCRIPTS, end_after
 from namespaces import INTERFACE, MPICH, TOLD, hosts_or_skip, mpiexec_command
-from start_jobs import lean, wait_for
+from start_jobs import allowed, lean, wait_for
 
 QUEUE = f"tc qdisc replace dev {INTERFACE} root tbf"
 LIMITS = {"KERAS_DIST_STALL_SECONDS": "2", "KERAS_DIST_STALL_ABORT_SECONDS": "5"}
@@ -122,6 +123,28 @@ def test_a_job_whose_mpiexec_notices_a_lost_host_first_restarts(run, open_mpi):
     assert "PRTE has lost communication" in printed, printed
     assert "of ssh to host2" in printed, printed
     assert code == 0 and printed.count("ends well") == 2, printed
+
+
+@pytest.mark.fault(
+    "a host is lost as a job ends, under `keras-dist run` with MPICH, whose mpiexec waits for ssh",
+    "ssh asks whether the host is alive: the job ends at `KERAS_DIST_STALL_ABORT_SECONDS` (here "
+    "5), exit code not 0",
+    within=30,
+)
+def test_mpiexec_of_mpich_does_not_wait_forever_for_ssh(two_hosts, tmp_path):
+    hosts, reach = two_hosts
+    folder = tmp_path / "bin"
+    command, settings = launcher_command(Path(sys.executable), hosts, reach, folder)
+    (folder / "ssh").rename(folder / "enter")
+    (folder / "ssh").write_text(
+        f'#!/bin/sh\n{folder}/enter "$@"\n'
+        'case "$*" in *hydra_pmi_proxy*) ;; *) exit ;; esac\n'
+        'case "$*" in *ServerAliveInterval=1*) sleep 5; exit 255 ;; esac\nexec sleep 600\n'
+    )
+    (folder / "ssh").chmod(0o755)
+    environment = lean(**settings, KERAS_DIST_STALL_ABORT_SECONDS="5")
+    words = [str(word) for word in [*hosts[0].enter, *command, "true"]]
+    assert subprocess.run(words, env=environment, timeout=allowed(30)).returncode != 0
 
 
 @pytest.mark.fault(

@@ -13,6 +13,7 @@ from keras_dist.launch.remote_shell import agent_command, read_notes, watched_co
 
 OPEN_MPI = Library("Open MPI", (5, 0), "Open MPI v5.0")
 MPICH = Library("MPICH", (4, 2), "MPICH 4.2")
+ALIVE = "-o ServerAliveInterval=1 -o ServerAliveCountMax=4"
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_the_end_of_a_connection_is_noted(enter, ssh, code, noted):
     ("limit", "options"),
     [
         (0, ""),
-        (3, "-o ServerAliveInterval=1 -o ServerAliveCountMax=4 "),
+        (3, f"{ALIVE} "),
         (600, "-o ServerAliveInterval=120 -o ServerAliveCountMax=4 "),
     ],
 )
@@ -56,12 +57,21 @@ def test_ssh_asks_whether_the_host_is_alive(enter, limit, options):
     assert enter('echo "$*"', limit) == (0, {"host1": 0}, printed)
 
 
-def test_only_open_mpi_enters_hosts_by_another_program():
-    for library, ssh in ((MPICH, "/bin/ssh"), (OPEN_MPI, None), (OPEN_MPI, "/has blanks/ssh")):
-        with watched_connections(library, ssh, 5) as connect:
-            connections = connect()
-            assert (connections.variables, connections.lost()) == ({}, "")
-            assert connections.lost(has_succeeded=True) == ""
+@pytest.mark.parametrize(
+    ("library", "ssh", "limit", "variables"),
+    [
+        (MPICH, "/bin/ssh", 5, {"HYDRA_LAUNCHER_EXTRA_ARGS": ALIVE}),
+        (MPICH, "/bin/ssh", 0, {}),
+        (MPICH, None, 5, {}),
+        (OPEN_MPI, None, 5, {}),
+        (OPEN_MPI, "/has blanks/ssh", 5, {}),
+    ],
+)
+def test_only_open_mpi_enters_hosts_by_another_program(library, ssh, limit, variables):
+    with watched_connections(library, ssh, limit) as connect:
+        connections = connect()
+        assert (connections.variables, connections.lost()) == (variables, "")
+        assert connections.lost(has_succeeded=True) == ""
 
 
 @pytest.fixture
