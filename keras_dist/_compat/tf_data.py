@@ -20,9 +20,19 @@ def stages_of(dataset: Any) -> Iterator[Any]:
         yield from stages_of(source)
 
 
-def functions_of(stage: Any) -> list[Any]:
-    """Returns the functions given to a transformation."""
-    return [function.function for function in stage._functions()]
+def graphs_of(stage: Any) -> Iterator[tf.Graph]:
+    """Yields the graphs of the functions given to a transformation, and of those they call."""
+    waiting = [function.function.graph for function in stage._functions()]
+    seen = set()
+    while waiting:
+        graph = waiting.pop()
+        yield graph
+        for op in graph.get_operations():
+            for attribute in op.node_def.attr.values():
+                for name in (each.name for each in (attribute.func, *attribute.list.func)):
+                    called = graph._get_function(name) if name and name not in seen else None
+                    seen.add(name)
+                    waiting += [called.graph] if called is not None else []
 
 
 def input_of(stage: Any) -> Any:
@@ -33,6 +43,11 @@ def input_of(stage: Any) -> Any:
 def is_prefetch(stage: Any) -> bool:
     """Returns whether a transformation is a `prefetch`."""
     return isinstance(stage, _ops("prefetch_op")._PrefetchDataset)
+
+
+def is_filter(stage: Any) -> bool:
+    """Returns whether a transformation is a `filter`."""
+    return isinstance(stage, _ops("filter_op")._FilterDataset)
 
 
 def is_interleave(stage: Any) -> bool:
@@ -104,6 +119,11 @@ CONTRACT = (
         "to give each rank a cache file of its own",
         "ranks of a host would write the same file",
     ),
+    Owner("tensorflow.python.framework.ops:Graph").method("_get_function(name)", ORDER, NO_ORDER),
+    Owner("tensorflow.python.eager.polymorphic_function.atomic_function:AtomicFunction").name(
+        "graph", ORDER, NO_ORDER
+    ),
+    Owner(f"{OPS}.filter_op").name("_FilterDataset", ORDER, NO_ORDER),
     Owner(f"{OPS}.interleave_op").name("_ParallelInterleaveDataset", ORDER, NO_ORDER),
     Owner(f"{OPS}.prefetch_op").name("_PrefetchDataset", ORDER, NO_ORDER),
     *(

@@ -39,6 +39,7 @@ class TfSource:
 
     def __init__(self, dataset: tf.data.Dataset, options: ShardOptions):
         options.refuse("a tf.data.Dataset", {"reader": "Only a list of files has a reader."})
+        seeds_given = tf_order.seeds(dataset)
         dataset, options = _of_samples(dataset, options)
         if options.batch_size is None:
             _check_batches(dataset, options)
@@ -60,6 +61,10 @@ class TfSource:
             *options.facts(),
         ]
         self.epochs = epochs_of(self.facts, options)
+        # Keras draws the seed of a shuffle, and shuffles by it before the pipeline begins.
+        replaced = seeds_given[: len(seeds_given) - len(seeds)]
+        drawn = [pair for pair in replaced if pair[0] == tf_order.NO_SEED]
+        self.facts.append(Fact("the seed of its last shuffle", drawn, ORDER))
         if seeds and self.epochs.not_restored is None:
             self.epochs.not_restored = "a tf.data.Dataset that shuffles before shard() sees it"
 

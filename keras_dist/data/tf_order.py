@@ -24,6 +24,7 @@ from keras_dist.data.shard_options import ShardOptions
 
 # Names in functions and serialised pipelines; the classes of pipelines have other names.
 RANDOM_OPS = ("ShuffleDataset", "ShuffleAndRepeatDataset", "RandomDataset")
+INDEX_OP = "RandomIndexShuffle"  # of `tf.random.experimental.index_shuffle`
 UNSEEDED = (0, 0)
 # The state is in the kernel; with a seed each iteration draws the same numbers.
 STATEFUL_OPS = ("RandomStandardNormal", "RandomUniform", "RandomShuffle", "TruncatedNormal")
@@ -40,11 +41,15 @@ def unordered(dataset: tf.data.Dataset) -> str | None:
     if UNSEEDED in seeds(dataset):
         return "one that was shuffled without a seed"
     for stage in stages(dataset):
+        operations = list(function_ops(stage))
         racing = private.is_nondeterministic(stage) or (
             private.is_interleave(stage) and _interleaves_by_speed(stage)
         )
-        if racing or any(_is_nondeterministic(op.node_def) for op in function_ops(stage)):
+        if racing or any(_is_nondeterministic(op.node_def) for op in operations):
             return "one with deterministic=False in map() or interleave()"
+        chooses = private.is_filter(stage) or any(op.type == INDEX_OP for op in operations)
+        if chooses and any(map(_draws, operations)):
+            return "one whose elements are chosen by random numbers without a seed"
     return None
 
 
@@ -120,9 +125,9 @@ def stages(dataset: tf.data.Dataset) -> Iterator[Any]:
 
 
 def function_ops(stage: Any) -> Iterator[Any]:
-    """Yields the operations of the functions of a transformation."""
-    for function in private.functions_of(stage):
-        yield from function.graph.get_operations()
+    """Yields the operations of the functions of a transformation, and of those they call."""
+    for graph in private.graphs_of(stage):
+        yield from graph.get_operations()
 
 
 def _draws(op: Any) -> bool:

@@ -124,6 +124,19 @@ def test_a_final_shuffle_of_tf_data_is_replaced():
     assert len(set(flat(first))) == len(flat(first)) == 24
 
 
+def test_ranks_whose_windows_keras_has_shuffled_differently_are_refused():
+    def windows(**options):
+        return keras.utils.timeseries_dataset_from_array(
+            np.arange(20), None, 1, shuffle=True, **options
+        )
+
+    tf.random.set_seed(None)
+    with pytest.raises(errors.MismatchError, match="the seed of its last shuffle"):
+        on_ranks(2, lambda: data.shard(windows()))
+    samples = flat([epoch_of(part) for part in on_ranks(2, lambda: data.shard(windows(seed=1)))])
+    assert sorted(samples) == list(range(20))
+
+
 def test_batches_of_an_abandoned_epoch_are_discarded():
     ahead = data.prefetch(data.shard(PyBatches(30), shuffle=False))
     ahead.on_epoch_begin()

@@ -150,12 +150,27 @@ def interleave(function):
     return lambda dataset: dataset.interleave(function, num_parallel_calls=2)
 
 
+def random(**options):
+    return tf.random.uniform((), **options)
+
+
+def random_index(dataset):
+    def scan(seed, n):
+        seed = tf.cond(seed[0] < 0, lambda: tf.random.uniform((2,), 0, 99, tf.int64), lambda: seed)
+        return seed, tf.random.experimental.index_shuffle(n, seed, 19)
+
+    return dataset.scan(tf.fill((2,), np.int64(-1)), scan)
+
+
 # How a data set is changed, and whether its order is its own.
 ORDERS = {
     "shuffle": (lambda dataset: dataset.shuffle(5), True),
     "shuffle within interleave": (interleave(lambda n: numbers(n).shuffle(3)), True),
     "random": (lambda dataset: tf.data.Dataset.zip(dataset, tf.data.Dataset.random()), True),
     "sample": (lambda dataset: tf.data.Dataset.sample_from_datasets([dataset, dataset]), True),
+    "shuffle within a function": (interleave(tf.function(lambda n: numbers(n).shuffle(3))), True),
+    "index": (random_index, True),
+    "filter": (lambda dataset: dataset.filter(lambda n: random() < 0.9), True),
     "racing map": (racing_map, True),
     "racing interleave": (racing_interleave, True),
     "racing map within interleave": (interleave(lambda n: racing_map(numbers(n))), True),
@@ -163,6 +178,8 @@ ORDERS = {
     "sorted files": (lambda _: tf.data.Dataset.list_files("/etc/*", shuffle=False), False),
     "seed": (lambda dataset: dataset.shuffle(5, seed=1), False),
     "map": (lambda dataset: dataset.map(lambda x: x, num_parallel_calls=2), False),
+    "noise": (lambda dataset: dataset.map(lambda n: n + random(maxval=2, dtype=n.dtype)), False),
+    "seeded filter": (lambda dataset: dataset.filter(lambda n: random(seed=1) < 0.9), False),
     "seed within interleave": (interleave(lambda n: numbers(n).shuffle(3, seed=2)), False),
 }
 
