@@ -92,6 +92,11 @@ def awaits_steps(data: Any) -> bool:
     return any(fit.awaits_steps and fit.arguments.get("x") is data for fit in fits.every())
 
 
+def is_awaited(known: Epochs) -> bool:
+    """Returns the same of data with these epochs, also where a fit reads them ahead."""
+    return any(fit.awaits_steps and of(fit.arguments.get("x")) is known for fit in fits.every())
+
+
 def steps_of(data: Any) -> tuple[Any, int | None]:
     """Returns the running fit, and the steps that it was told to take in an epoch of its data."""
     fit = fits.get()

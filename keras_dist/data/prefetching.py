@@ -73,7 +73,8 @@ class Prefetched(Passes):
         return self._data.num_batches
 
     def __getitem__(self, index: int) -> Any:
-        if self._thread is None:  # Keras reads batches outside of epochs, for their shapes
+        # Keras reads batches outside of epochs, for their shapes; a loop may have been left early.
+        if self._thread is None or epochs.awaits_steps(self):
             return self._data[index]
         while len(self._waiting) <= self._count and self._begun < len(self):
             self._waiting.append(concurrent.futures.Future())
@@ -88,6 +89,8 @@ class Prefetched(Passes):
 
     def _begin(self) -> None:
         self._clear()  # batches of an epoch that was abandoned
+        if epochs.awaits_steps(self):  # an epoch of Keras' own, for the shapes
+            return
         self._data.on_epoch_begin()
         self._begun = 0
         self._move = _copy_function()

@@ -11,7 +11,7 @@ import numpy as np
 from keras_dist import errors
 from keras_dist.data.array_dataset import InOrder
 from keras_dist.data.consistency import Compared
-from keras_dist.data.epochs import Epochs, awaits_steps, kind_of
+from keras_dist.data.epochs import Epochs, is_awaited, kind_of
 from keras_dist.data.indexed import DEFAULT_BATCH_SIZE
 from keras_dist.data.nested import as_array, concatenated, leaves, mapped, stacked
 from keras_dist.data.partition import plan_round_robin
@@ -104,7 +104,7 @@ class StreamDataset(InOrder):
 
     def __getitem__(self, index: int) -> Any:
         # Before its steps, a fit reads a batch for its shapes, even after a loop left early.
-        in_epoch = self._positions is not None and not awaits_steps(self)
+        in_epoch = self._positions is not None and not is_awaited(self._epochs)
         position = self.position(index)
         with self._lock:
             if self._iterator is None or (position < self._read and position not in self._kept):

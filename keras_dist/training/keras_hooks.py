@@ -18,6 +18,7 @@ from keras_dist._compat.keras.metrics import build_from
 from keras_dist._compat.keras.models import LOGS
 from keras_dist.data import epochs
 from keras_dist.data.array_dataset import InOrder
+from keras_dist.data.prefetching import Prefetched
 from keras_dist.data.streams import StreamDataset
 from keras_dist.training import random_generators
 from keras_dist.training.agreement import agree_on_evaluate, agree_on_fit, flat, set_of, within_set
@@ -138,7 +139,7 @@ def _build_before_reading(model: Any, data: Any) -> None:
     # then for the first epoch: these batches come twice, and the last ones of the epoch do not
     # come. An iterator would go on with its next epoch.
     is_read = keras.config.backend() != "tensorflow" and epochs.is_sharded(data)
-    is_stream = isinstance(data, StreamDataset)
+    is_stream = isinstance(data, StreamDataset | Prefetched)
     has_workers = isinstance(data, keras.utils.PyDataset) and epochs.has_workers(data)
     if is_read and (is_stream or has_workers):
         try:

@@ -90,6 +90,7 @@ LOOPED = {
     "prefetched": lambda: keras_dist.data.prefetch(arrays()),
     "stream": lambda: shard(pairs, BATCH),
     "iterator": lambda: shard(pairs(2 * TOTAL), BATCH, steps=2),  # each epoch reads on
+    "prefetched iterator": lambda: keras_dist.data.prefetch(LOOPED["iterator"]()),
 }
 
 
@@ -140,9 +141,9 @@ def test_epochs_without_a_distributed_optimizer_have_the_same_orders():
         keras_dist.data.set_epoch(arrays(), -1)
 
 
-def test_an_evaluation_begins_with_the_first_element_of_an_iterator():
+@pytest.mark.parametrize("kind", ["iterator", "prefetched iterator"])
+def test_an_evaluation_begins_with_the_first_element_of_an_iterator(kind):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
     model.compile(loss="mae")
-    data = shard(pairs(2 * TOTAL), BATCH, steps=2)
-    found = model.evaluate(data, verbose=0, callbacks=keras_dist.callbacks())
+    found = model.evaluate(LOOPED[kind](), verbose=0, callbacks=keras_dist.callbacks())
     assert found == np.mean(range(2 * BATCH * keras_dist.size()))
