@@ -6,8 +6,15 @@ from typing import Any
 import numpy as np
 
 from keras_dist import errors
-from keras_dist.data.indexed import DEFAULT_BATCH_SIZE, WHOLE, IndexedSource, for_keras
+from keras_dist.data.indexed import (
+    DEFAULT_BATCH_SIZE,
+    SEEDED,
+    WHOLE,
+    IndexedSource,
+    for_keras,
+)
 from keras_dist.data.nested import (
+    SomeRows,
     as_array,
     concatenated,
     described,
@@ -45,6 +52,8 @@ class ArraySource(IndexedSource):
             return mapped(lambda array: in_floatx(np.asarray(array[indices])), arrays)
 
         super().__init__(total, take(slice(0)), take, facts, options)
+        if not options.draws:
+            self.facts.append(Fact("some of its rows", SomeRows(arrays, total), SEEDED))
 
 
 def no_reader(data: str, options: ShardOptions) -> None:

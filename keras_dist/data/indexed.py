@@ -13,6 +13,7 @@ from keras_dist.data.shard_options import Fact, ShardOptions
 
 DEFAULT_BATCH_SIZE = 32
 WHOLE = "Pass shard() the same whole data set on every rank: it selects the shard of the rank."
+SEEDED = f"{WHOLE} Shuffle or split it before with a fixed seed, the same on all ranks."
 
 
 class IndexedSource:

@@ -1,17 +1,26 @@
 """Sharding of torch data sets and loaders by a sampler."""
 
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+)
 
 from keras_dist import errors
 from keras_dist._compat.torch import draws, options_of
 from keras_dist.data.arrays import no_reader
-from keras_dist.data.indexed import WHOLE, IndexedBatches, IndexedSource
+from keras_dist.data.indexed import SEEDED, WHOLE, IndexedBatches, IndexedSource
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 
@@ -31,6 +40,7 @@ class TorchSource(IndexedSource):
         self._data = data
         facts = [Fact("the kind of data", f"torch {type(data).__name__}", WHOLE)]
         super().__init__(len(data), None, None, facts, options)
+        self.facts.append(Fact("the indices of its subsets", list(_chosen(data)), SEEDED))
 
     def part(self, held: Sequence[int | None]) -> DataLoader:
         """Returns a loader of the batches of this rank."""
@@ -52,6 +62,18 @@ class PartSampler(torch.utils.data.Sampler):
         epoch = self._batches.epochs.advance()
         for step in range(len(self)):
             yield self._batches.indices(epoch, step).tolist()
+
+
+def _chosen(data: Any) -> Iterator[str]:
+    """Yields digests of the indices of the subsets that a data set consists of."""
+    if isinstance(data, Subset):
+        indices = np.asarray(data.indices, np.int64)
+        yield hashlib.blake2b(indices.tobytes(), digest_size=6).hexdigest()
+        yield from _chosen(data.dataset)
+    elif isinstance(data, ConcatDataset | StackDataset):
+        parts = data.datasets.values() if isinstance(data.datasets, dict) else data.datasets
+        for part in parts:
+            yield from _chosen(part)
 
 
 def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None) -> DataLoader:
