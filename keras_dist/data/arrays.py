@@ -68,6 +68,10 @@ def no_reader(data: str, options: ShardOptions) -> None:
 
 
 def _check(path: str, leaf: Any) -> None:
+    if np.ma.is_masked(leaf):  # numpy.asarray would drop the mask
+        raise errors.DataError(
+            f"{path} to have no masked values", f"{np.ma.count_masked(leaf)}", "Use its filled()."
+        )
     expected, received = f"{path} to be a numpy array", f"an object of type {type(leaf).__name__}"
     if not is_tensor(leaf):
         remedy = "Convert it with numpy.asarray, or give shard() a tf.data.Dataset."
@@ -116,17 +120,23 @@ class SampleSource(IndexedSource):
             )
         join: Any = concatenated if is_batched else stacked
         of, batch_size = ("batches", 1) if is_batched else ("samples", DEFAULT_BATCH_SIZE)
-        total = _length(data)
+        total = length_of(data)
         if total == 0:
             options.need_samples(0, of)
-        first = mapped(as_array, join([data[0]]))
+        first = data[0]
+        if first is None:
+            raise _filtered(data)
+        first = mapped(as_array, join([first]))
         facts = [
             Fact("the kind of data", type(data).__name__, WHOLE),
             Fact("what its elements are", described(first), WHOLE),
         ]
 
         def take(indices: np.ndarray) -> Any:
-            return join([data[int(index)] for index in indices])
+            elements = [data[int(index)] for index in indices]
+            if any(element is None for element in elements):
+                raise _filtered(data)
+            return join(elements)
 
         # Shapes may differ from batch to batch, as with padded text.
         example = None if is_batched else first
@@ -136,8 +146,22 @@ class SampleSource(IndexedSource):
         return for_keras(self.batches, settings=self._settings)
 
 
-def _length(data: Any) -> int:
-    total = getattr(data, "num_batches", None) if not hasattr(data, "__len__") else len(data)
+def _filtered(data: Any) -> errors.DataError:
+    """Returns the error of elements that are `None`, as a filter of grain leaves them."""
+    return errors.DataError(
+        "an element for each index below the length of the data",
+        f"None, from a {type(data).__name__}",
+        "If it filters its elements, pass an iterable that leaves them out, as to_iter_dataset() "
+        "of grain, or filter before.",
+    )
+
+
+def length_of(data: Any) -> int:
+    """Returns the number of elements of a data set; raises if it has none."""
+    try:
+        total = getattr(data, "num_batches", None) if not hasattr(data, "__len__") else len(data)
+    except (TypeError, NotImplementedError):
+        total = None
     # Infinite data has no length, or the largest integer.
     if total is None or total >= np.iinfo(np.int64).max:
         raise errors.DataError(

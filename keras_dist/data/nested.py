@@ -65,6 +65,10 @@ def as_array(leaf: Any) -> np.ndarray:
     """
     if is_a(leaf, "torch", "Tensor"):
         return _backends.load("torch").host_array(leaf)
+    if is_a(leaf, "pandas", "DataFrame"):
+        kinds = {dtype.kind for dtype in leaf.dtypes}
+        if "f" in kinds <= set("biuf"):  # booleans among numbers would become objects
+            return in_floatx(leaf.to_numpy("float64", na_value=np.nan))
     array = native(np.asarray(leaf))
     if is_a(leaf, "pandas", "DataFrame", "Series"):
         array = in_floatx(array[:, None] if array.ndim == 1 else array)

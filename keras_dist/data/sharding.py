@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from keras_dist import errors, runtime
@@ -283,14 +283,20 @@ def _source(data: Any, options: ShardOptions) -> consistency.Source:
         from keras_dist.data.tf_dataset import TfSource
 
         return TfSource(data, options)
-    if isinstance(data, tuple | list | dict) or is_tensor(data):
+    if isinstance(data, tuple | list | dict) or (is_tensor(data) and not isinstance(data, Mapping)):
         return arrays.ArraySource(data, options)
     if _is_torch(data):
         from keras_dist.data.torch_loader import TorchSource
 
         return TorchSource(data, options)
+    if isinstance(data, Mapping) and not isinstance(next(iter(data.keys()), None), int):
+        raise errors.ArgumentTypeError(
+            "a dict of arrays", f"a {type(data).__name__}", "Pass dict(data), or what it holds."
+        )
     is_text = isinstance(data, str | bytes | os.PathLike)
     has_items = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_text
+    # All data sets of torch have `__getitem__`, which raises in those that are iterated.
+    has_items = has_items and not is_a(data, "torch", "IterableDataset")
     if has_items or is_a(data, "keras", "PyDataset"):
         return arrays.SampleSource(data, options)
     if (callable(data) or hasattr(data, "__iter__")) and not is_text:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     ConcatDataset,
@@ -19,8 +18,9 @@ from torch.utils.data import (
 
 from keras_dist import errors
 from keras_dist._compat.torch import draws, options_of
-from keras_dist.data.arrays import no_reader
+from keras_dist.data.arrays import length_of, no_reader
 from keras_dist.data.indexed import SEEDED, WHOLE, IndexedBatches, IndexedSource
+from keras_dist.data.nested import as_array, is_a
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 
@@ -39,8 +39,10 @@ class TorchSource(IndexedSource):
             data = data.dataset
         self._data = data
         facts = [Fact("the kind of data", f"torch {type(data).__name__}", WHOLE)]
-        super().__init__(len(data), None, None, facts, options)
+        super().__init__(length_of(data), None, None, facts, options)
         self.facts.append(Fact("the indices of its subsets", list(_chosen(data)), SEEDED))
+        if not self._loader_options.get("in_order", True):
+            self.epochs.not_restored = "a DataLoader with in_order=False"
 
     def part(self, held: Sequence[int | None]) -> DataLoader:
         """Returns a loader of the batches of this rank."""
@@ -67,8 +69,9 @@ class PartSampler(torch.utils.data.Sampler):
 def _chosen(data: Any) -> Iterator[str]:
     """Yields digests of the indices of the subsets that a data set consists of."""
     if isinstance(data, Subset):
-        indices = np.asarray(data.indices, np.int64)
-        yield hashlib.blake2b(indices.tobytes(), digest_size=6).hexdigest()
+        indices = as_array(data.indices)
+        text = indices.tobytes() if indices.dtype.kind in "biu" else repr(data.indices).encode()
+        yield hashlib.blake2b(text, digest_size=6).hexdigest()
         yield from _chosen(data.dataset)
     elif isinstance(data, ConcatDataset | StackDataset):
         parts = data.datasets.values() if isinstance(data.datasets, dict) else data.datasets
@@ -91,9 +94,9 @@ def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None)
 def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
     """Returns the options, completed with the settings of the loader."""
     sampler = loader.sampler
-    known = isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler) and not draws(sampler)
-    )
+    # The loader of torchdata that saves its state has a sampler of its own.
+    shuffles = isinstance(sampler, RandomSampler) or is_a(sampler, "torchdata", "RandomSampler")
+    known = isinstance(sampler, SequentialSampler) or (shuffles and not draws(sampler))
     if loader.batch_size is None or not known:
         own = loader.batch_sampler if loader.batch_size is None else sampler
         raise errors.ArgumentError(
@@ -101,7 +104,7 @@ def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
             f"a DataLoader with a {type(own).__name__}",
             "Leave out the sampler, which shard() replaces, or pass the Dataset.",
         )
-    shuffle = isinstance(sampler, RandomSampler) if options.shuffle is None else options.shuffle
+    shuffle = shuffles if options.shuffle is None else options.shuffle
     drops = loader.drop_last and options.remainder == "uneven"
     return dataclasses.replace(
         options,

@@ -1,11 +1,13 @@
 """`shard`: arguments, data that is refused, and imports."""
 
+import collections
 import subprocess
 import sys
 
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse
 import tensorflow as tf
 import torch
 from data_sources import PyBatches, Samples, TorchSamples
@@ -30,6 +32,27 @@ def weighted_loader():
     return torch.utils.data.DataLoader(TorchSamples(9), sampler=sampler)
 
 
+class Endless(torch.utils.data.Dataset):
+    """A data set of torch without a length."""
+
+    def __getitem__(self, index):
+        return index
+
+
+class Filtered(Samples):
+    """Samples of which a filter has left out the first, as of grain."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index else None
+
+
+class Late(Samples):
+    """Samples of which a filter has left out others than the first."""
+
+    def __getitem__(self, index):
+        return None if index == 5 else super().__getitem__(index)
+
+
 # Of four ranks; what raises, and a part of its text. tests/golden/errors.txt has others.
 REFUSED = [
     ("file.txt", {}, Kind, "str"),
@@ -42,6 +65,7 @@ REFUSED = [
     (np.arange(8), {"reader": len}, Argument, "reader"),
     (np.arange(8), {"shuffle_buffer": 9}, Argument, "shuffle_buffer=9"),
     (pd.DataFrame({"a": ["x"] * 9, "b": 1}), {}, Kind, "dict(frame)"),
+    (np.ma.masked_equal([[0, 51], [255, 255]], 255), {}, Data, "masked values. Received: 2."),
     # Data sets with a length
     (PyBatches(5), {}, Data, "at least 4 batches"),
     (Samples(3), {}, Data, "at least 4 samples"),
@@ -50,6 +74,10 @@ REFUSED = [
     (PyBatches(90), {"batch_size": 3}, Argument, "no batch_size"),
     (PyBatches(90), {"batched": False}, Argument, "batched=False"),
     (weighted_loader(), {}, Argument, "WeightedRandomSampler"),
+    (Endless(), {}, Data, "without one"),
+    (scipy.sparse.eye(9, format="csr"), {}, Data, "without one"),
+    (Filtered(9), {}, Data, "None, from a Filtered"),
+    (collections.UserDict(x=np.arange(9)), {}, Kind, "dict(data)"),
     # In order
     (lambda: iter(range(3)), {"batch_size": 1}, Data, "at least 4 samples"),
     (lambda: 3, {}, Kind, "return a generator"),
@@ -90,6 +118,12 @@ def test_bad_input_is_refused_on_every_rank(made, arguments, error, culprit):
             options = ShardOptions(**arguments, rank=rank, size=4)
             sharding._source(made, options)
         assert culprit in str(caught.value)
+
+
+def test_a_sample_that_a_filter_leaves_out_is_an_error():
+    part = shard(Late(9), 2, shuffle=False)
+    with pytest.raises((tf.errors.OpError, Data), match="None, from a Late"):
+        list(part)
 
 
 @pytest.mark.parametrize("value", [2.5, "3", True, float("inf"), -1, 0])

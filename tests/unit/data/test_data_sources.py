@@ -27,6 +27,11 @@ class TorchStream(torch.utils.data.IterableDataset):
         return iter(torch.arange(7))
 
 
+class TorchStreamOfLength(TorchStream):
+    def __len__(self):
+        return 7
+
+
 def sources_of(made, size, **arguments):
     """Returns the source of each rank of a job."""
     for rank in range(size):
@@ -61,6 +66,9 @@ def test_pandas_data_is_converted_as_by_keras():
     assert (x.dtype, x.shape, y.shape, weight.dtype) == ("float32", (3, 2), (3, 1), "float32")
     [columns] = parts_of(dict(frame), 1, batch_size=2, shuffle=False)
     assert next(columns.as_numpy_iterator())["b"].tolist() == [[1], [2]]
+    frame = pd.DataFrame({"a": [0.5, 1.5], "b": [True, False], "c": pd.array([1, 2], "Int8")})
+    [[x]] = [list(part.as_numpy_iterator()) for part in parts_of(frame, 1, shuffle=False)]
+    assert (x.dtype, x.tolist()) == ("float32", [[0.5, 1, 1], [1.5, 0, 2]])
 
 
 def test_a_loader_keeps_its_options():
@@ -70,6 +78,22 @@ def test_a_loader_keeps_its_options():
     part = parts_of(loader, 2)[1]
     assert isinstance(part, torch.utils.data.DataLoader)
     assert epoch_of(part) == epoch_of(part) == [[101, 103, 105, 107]]
+
+
+def test_a_loader_whose_batches_overtake_each_other_is_not_restored():
+    for in_order in (True, False):
+        [part] = parts_of(torch.utils.data.DataLoader(range(9), in_order=in_order), 1)
+        assert bool(epochs.of(part).not_restored) is not in_order
+
+
+def test_a_loader_that_saves_its_state_is_sharded():
+    """The loader of torchdata has a sampler of its own, of no class of torch."""
+    names = {"__module__": "torchdata.stateful_dataloader.sampler", "replacement": False}
+    kind = type("RandomSampler", (torch.utils.data.Sampler,), {**names, "__iter__": None})
+    loader = torch.utils.data.DataLoader(range(9), 3, sampler=kind())
+    parts = parts_of(loader, 2)
+    assert sorted(flat(first := [epoch_of(part) for part in parts])) == list(range(9))
+    assert first != [epoch_of(part) for part in parts]
 
 
 def test_a_py_dataset_keeps_its_workers_and_epoch_hooks():
@@ -104,6 +128,9 @@ def test_an_iterable_is_a_stream():
     loader = torch.utils.data.DataLoader(TorchStream(), batch_size=2)
     parts = parts_of(loader, 2)
     assert sorted(flat([epoch_of(part) for part in parts])) == list(range(7))
+    for stream in (TorchStreamOfLength(), torch.utils.data.ChainDataset([TorchStream()])):
+        parts = parts_of(stream, 2, batch_size=2)
+        assert sorted(flat([epoch_of(part) for part in parts])) == list(range(7))
     [whole] = parts_of(iter([np.arange(4), np.arange(4)]), 1, batched=True, steps=2)
     assert epoch_of(whole) == [[0, 1, 2, 3]] * 2
 
