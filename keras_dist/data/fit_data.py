@@ -51,8 +51,6 @@ def restarted(arguments: Mapping[str, Any], backend: str) -> list[str]:
 
 
 def _orders(data: Any, arguments: Mapping[str, Any], backend: str) -> Iterator[str]:
-    if is_a(data, "keras", "PyDataset") and arguments.get("shuffle") and _has_workers(data):
-        yield "the order in which Keras shuffles a PyDataset with workers"
     if (counted := epochs.of(data)) is not None:
         if counted.not_restored is not None:
             yield f"the order of {counted.not_restored}"
@@ -66,6 +64,9 @@ def _orders(data: Any, arguments: Mapping[str, Any], backend: str) -> Iterator[s
     elif hasattr(data, "__next__"):
         yield "a generator, which is read from the start"
     elif is_a(data, "keras", "PyDataset"):
+        # Keras starts workers before a fit: the first epoch has the order of that time.
+        if arguments.get("shuffle") and epochs.has_workers(data):
+            yield "the order in which Keras shuffles a PyDataset with workers"
         if _has_hooks(data):
             yield "what a PyDataset does in its own on_epoch_begin or on_epoch_end"
     elif backend == "tensorflow" and arguments.get("shuffle") and _rows(data) is not None:
@@ -105,15 +106,6 @@ def _rows(data: Any) -> int | None:
         data = next(iter(data.values() if isinstance(data, dict) else data))
     shape = getattr(data, "shape", None)
     return int(shape[0]) if shape else None
-
-
-def _has_workers(data: Any) -> bool:
-    """Returns whether worker threads or processes request batches of a `PyDataset`."""
-    # Keras starts workers before a fit, so the first epoch has batches in the order at that time.
-    # Worker threads read a data set of `keras_dist.data` itself, worker processes a copy of it.
-    return bool(
-        epochs.has_workers(data) and (data.use_multiprocessing or not epochs.is_sharded(data))
-    )
 
 
 def _has_hooks(data: Any) -> bool:

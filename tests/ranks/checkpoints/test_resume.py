@@ -176,6 +176,28 @@ def test_a_fit_that_fails_while_it_skips_leaves_the_model_as_it_was(directory):
     assert everything_of(model) == expected
 
 
+class Rows(keras.utils.PyDataset):
+    def __len__(self):
+        return STEPS * keras_dist.size()
+
+    def __getitem__(self, index):
+        return make_data(BATCH, seed=index)
+
+
+def test_the_order_that_worker_processes_read_goes_on(directory, caplog):
+    def train(*callbacks):
+        model, data = new_model(), keras_dist.data.shard(Rows(workers=2, use_multiprocessing=True))
+        model.fit(data, epochs=3, callbacks=keras_dist.callbacks(*callbacks), verbose=0)
+        return everything_of(model)
+
+    expected = train()
+    with pytest.raises(Interrupted):
+        train(BackupAndRestore(directory, save_freq=1), Interrupt(1, 0))
+    with caplog.at_level(logging.WARNING, "keras_dist"):
+        assert train(BackupAndRestore(directory, save_freq=1)) == expected
+    assert "does not keep" not in caplog.text
+
+
 def test_what_a_backup_does_not_hold_is_named_once(directory, caplog):
     class Forgets(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_dist.data import shard
 from keras_dist.data.fit_data import restarted
 
 X = np.zeros((8, 2), "float32")
@@ -75,6 +76,7 @@ def no_seed():
         (lambda: iter([X]), {"steps_per_epoch": 1}, "a generator"),
         (Changing, {}, "on_epoch_end"),
         (lambda: Plain(workers=2), {"backend": "jax"}, "a PyDataset with workers"),
+        (lambda: shard(Plain(workers=2, use_multiprocessing=True)), {}, None),
         (Plain, {}, None),
         (lambda: Plain(workers=2), {"shuffle": False}, None),
         (Plain, {"steps_per_epoch": 2}, None),
