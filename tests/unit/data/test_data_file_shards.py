@@ -258,6 +258,13 @@ def test_values_of_images_are_those_of_keras(kind, mode, tmp_path):
         assert found[0, ..., 0].tolist() == [[0, 3], [156, 255]]
 
 
+def test_a_bitmap_with_a_palette_has_its_colours(tmp_path):
+    # TensorFlow reads the numbers of the colours: findings/tensorflow_bmp_palette.sh.
+    Image.new("RGB", (2, 2), (250, 10, 90)).quantize(2).save(tmp_path / "0.bmp")
+    [found] = data.image_dataset(tmp_path, (2, 2), label_mode=None)
+    assert np.abs(found[0, 0, 0] - [250, 10, 90]).max() <= 1
+
+
 def test_labels_have_the_form_of_keras(tree):
     part = image_part(tree, label_mode="categorical", shuffle=False)
     assert pairs_of(part)[0] == (10, [1.0, 0.0, 0.0])
