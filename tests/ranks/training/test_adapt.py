@@ -226,6 +226,11 @@ REFUSED = {
         lambda: np.ones(3),
         "with num_bins",
     ),
+    "masked values": (
+        layers.Normalization,
+        lambda: np.ma.masked_less(np.ones((2, 2)), 2 - keras_dist.rank()),
+        "masked values",
+    ),
     "vocabulary": (
         lambda: layers.StringLookup(vocabulary=["a"]),
         lambda: ["a"],
