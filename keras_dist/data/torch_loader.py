@@ -1,5 +1,6 @@
 """Sharding of torch data sets and loaders by a sampler."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -14,13 +15,14 @@ from torch.utils.data import (
     SequentialSampler,
     StackDataset,
     Subset,
+    TensorDataset,
 )
 
 from keras_dist import errors
 from keras_dist._compat.torch import draws, options_of
 from keras_dist.data.arrays import length_of, no_reader
 from keras_dist.data.indexed import SEEDED, WHOLE, IndexedBatches, IndexedSource
-from keras_dist.data.nested import as_array, is_a
+from keras_dist.data.nested import SomeRows, as_array, is_a
 from keras_dist.data.shard_options import Fact, ShardOptions
 
 
@@ -40,7 +42,8 @@ class TorchSource(IndexedSource):
         self._data = data
         facts = [Fact("the kind of data", f"torch {type(data).__name__}", WHOLE)]
         super().__init__(length_of(data), None, None, facts, options)
-        self.facts.append(Fact("the indices of its subsets", list(_chosen(data)), SEEDED))
+        if not options.draws:
+            self.facts.append(Fact("what its parts hold", list(_held(data)), SEEDED))
         if not self._loader_options.get("in_order", True):
             self.epochs.not_restored = "a DataLoader with in_order=False"
 
@@ -66,17 +69,22 @@ class PartSampler(torch.utils.data.Sampler):
             yield self._batches.indices(epoch, step).tolist()
 
 
-def _chosen(data: Any) -> Iterator[str]:
-    """Yields digests of the indices of the subsets that a data set consists of."""
+def _held(data: Any) -> Iterator[object]:
+    """Yields indices, digested, and rows of the parts of a data set that hold them in memory."""
     if isinstance(data, Subset):
         indices = as_array(data.indices)
         text = indices.tobytes() if indices.dtype.kind in "biu" else repr(data.indices).encode()
         yield hashlib.blake2b(text, digest_size=6).hexdigest()
-        yield from _chosen(data.dataset)
+        yield from _held(data.dataset)
+    elif isinstance(data, TensorDataset) and len(data):
+        rows = [len(data) // 2, len(data) - 1]
+        # Of sparse, nested and quantized tensors there are no rows, or numpy cannot hold them.
+        with contextlib.suppress(errors.ArgumentTypeError, RuntimeError):
+            yield SomeRows(tuple(as_array(tensor[rows]) for tensor in data.tensors), len(rows))
     elif isinstance(data, ConcatDataset | StackDataset):
         parts = data.datasets.values() if isinstance(data.datasets, dict) else data.datasets
         for part in parts:
-            yield from _chosen(part)
+            yield from _held(part)
 
 
 def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None) -> DataLoader:

@@ -239,6 +239,9 @@ def test_a_reader_caches_the_files_of_each_rank(shared_tmp_path):
 # --- Errors on every rank
 
 
+tensors = torch.utils.data.TensorDataset
+
+
 def split_by(seed):
     """The larger part of a data set of torch, split at random."""
     random = torch.Generator().manual_seed(seed)
@@ -259,7 +262,8 @@ DIFFERENCES = [
     ("the number of its elements", lambda rank: shard(lambda: iter(range(50 + rank)), 2)),
     ("shuffle", lambda rank: shard(range(50), 2, shuffle="global" if rank else True)),
     ("some of its rows", lambda rank: shard((np.arange(50), np.arange(50.0) * (-1) ** rank), 2)),
-    ("the indices of its subsets", lambda rank: shard(split_by(rank), 2)),
+    ("what its parts hold", lambda rank: shard(split_by(rank), 2)),
+    ("what its parts hold", lambda rank: shard(tensors(torch.arange(50) - rank), 2)),
     ("the number of files", lambda rank: shard(["a", "b", "c", "d"] + ["e"] * rank)),
     ("the digest", lambda rank: shard(["a", "b", "c", f"{min(rank, 1)}"])),
 ]
