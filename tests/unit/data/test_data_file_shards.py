@@ -115,6 +115,13 @@ def test_missing_or_unsuitable_data_is_named(kind, names, message, write):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", ["V2", [("a", "f4")]])
+def test_an_array_of_neither_numbers_nor_strings_is_refused(dtype, tmp_path):
+    np.savez(tmp_path / "0.npz", x=np.zeros(4, dtype))
+    with pytest.raises(errors.DataError, match="holds neither numbers nor strings"):
+        data.npz(tmp_path / "0.npz", "x")
+
+
 @pytest.mark.parametrize("missing", [lambda n: [n, None], lambda n: None if n == 3 else [n, n]])
 def test_null_integers_are_an_error(missing, tmp_path):
     lists = pa.array([missing(n) for n in range(8)], pa.list_(pa.int64(), 2))
