@@ -8,6 +8,7 @@ told. mpiexec of MPICH fails if ssh does, so that options of ssh suffice. Import
 import argparse
 import contextlib
 import itertools
+import os
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from keras_dist.launch.cli.mpiexec import Library
 
 MAX_UNANSWERED = 4  # messages to a host
 POLL_SECONDS = 0.05  # between looks whether connections have ended
+EXTRA = "HYDRA_LAUNCHER_EXTRA_ARGS"  # MPICH's name of further options of ssh
 RUNS = "runs"  # the note of a connection that has not ended
 SSH_FAILED = 255  # exit code of ssh for errors of its own, such as a host that does not answer
 
@@ -123,7 +125,8 @@ class Connections:
 
 def _variables(library: Library, ssh: str, notes: Path, limit: int) -> dict[str, str]:
     if library.vendor == "MPICH" and limit:
-        return {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(_alive_options(limit))}
+        given = os.environ.get(EXTRA, "")  # the first value of an option of ssh holds
+        return {EXTRA: " ".join([*given.split(), *_alive_options(limit)])}
     words = agent_command(ssh, notes, limit)
     # PRRTE divides a command at its blanks.
     is_usable = library.survives_rank_loss and shlex.join(words) == " ".join(words)
