@@ -4,6 +4,7 @@ A hook on every parameter counts its backward passes. In the first step all grad
 the end, since the parameters that have gradients, and their dtypes, are unknown before.
 """
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,7 @@ class Gradients:
         self._names = names
         self._plans = GradientPlans(options)
         self._watched = weak_tensor_keys()  # the number of each parameter
+        self._numbers = itertools.count()  # none is given twice: parameters may be gone
         self._counts: dict[int, int] = {}  # by number: backward passes since the last step
         self._layout: Layout | None = None  # of the last step
         self._forms = weak_tensor_keys()  # of the gradients of the last step, on any rank
@@ -99,7 +101,7 @@ class Gradients:
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._watched:
-                self._watched[parameter] = len(self._watched)
+                self._watched[parameter] = next(self._numbers)
                 hook = _hook_of(weakref.WeakMethod(self._add))
                 parameter.register_post_accumulate_grad_hook(hook)
 

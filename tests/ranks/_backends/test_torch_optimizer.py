@@ -1,6 +1,7 @@
 """keras_dist.torch: the optimizer, the broadcast of state, SyncBatchNorm. See `test_loops`."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -382,6 +383,28 @@ def test_parameters_that_require_gradients_later(overlap):
         optimizer.step()
     assert same_on_all([*model.parameters(), extra])
     assert extra.item() == pytest.approx(-0.1 * STEPS * (hvd.size() - 1) / 2)
+
+
+def test_parameters_in_place_of_others_that_are_gone(overlap):
+    first, *others = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, *others], 0.1))
+    [group] = optimizer.param_groups
+
+    def step():
+        optimizer.zero_grad()
+        sum(parameter.sum() * (hvd.rank() + 1) for parameter in group["params"]).backward()
+        optimizer.step()
+
+    step()
+    group["params"] = [torch.nn.Parameter(torch.zeros(2)), *others]
+    del first
+    gc.collect()
+    for _ in range(2):
+        step()
+    assert same_on_all(group["params"])
+    mean = (hvd.size() + 1) / 2
+    values = [parameter[0].item() for parameter in group["params"]]
+    assert values == pytest.approx([-0.1 * steps * mean for steps in (2, 3, 3)])
 
 
 def test_broadcast_of_optimizer_state():
