@@ -227,7 +227,7 @@ def in_step() -> Iterator[None]:
         yield
         return
     outside = _of_torch()
-    _set_torch(_torch_steps)
+    _set_torch(steps_of({}))  # a step within this one goes on with the numbers of now
     try:
         yield
     finally:

@@ -201,6 +201,27 @@ def test_a_train_step_of_ones_own_with_a_plain_optimizer():
     assert all(differ(layer.seen[-1]) for layer in recorded)
 
 
+class TrainsAnother(keras.Sequential):
+    """A model whose step trains another one as well."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self.another.train_on_batch(*data)
+        return logs
+
+
+@pytest.mark.filterwarnings("ignore:.*to be distributed")
+def test_a_step_within_a_step_draws_other_numbers():
+    keras.utils.set_random_seed(SEED)
+    (outer, [noise]), (inner, [within]) = (model_of(FrameworkNoise()) for _ in range(2))
+    model = TrainsAnother([keras.Input((4, 4, 4)), *outer.layers])
+    model.another = inner
+    model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+    fit(model)
+    drawn = [*noise.seen, *within.seen]
+    assert len({values.tobytes() for values in drawn}) == len(drawn) == 4
+
+
 def test_ranks_that_differ_before_fit_differ_after_it():
     keras.utils.set_random_seed(SEED + keras_dist.rank())
     model, recorded = model_of(keras.layers.Dropout(0.5))
