@@ -65,25 +65,25 @@ def predict(
     if callable(data) and not hasattr(data, "__iter__"):
         with _engine.collectives.raise_on_all(comm, "predict"):
             data = data()  # a tf.data.Dataset of a function is examined as one that is passed
-    results: list[Any] = []
+    rows: list[np.ndarray] = []
     failure = None
     try:
         if is_tf_dataset(data):
             data = _with_own_caches(data, process_set)
         turns = in_turn(data, batch_size, steps, comm.rank, comm.size)
         results = _outputs(model, turns, shown)
+        # Here, as batches of one rank alone may have outputs of several shapes.
+        rows = _joined(results)
+        report = _report(results)
     except Exception as error:  # raised once the other ranks know of it
         failure = error
-    reports = ops.allgather_object(_report(results, failure), process_set=process_set)
+        report = f"{type(failure).__name__}: {failure}", None, None, []
+    reports = ops.allgather_object(report, process_set=process_set)
     if failure is not None:
         raise failure
     _check(reports)
     like, specs = next((like, specs) for _, like, specs, _ in reports if specs is not None)
-    flat = [keras.tree.flatten(result) for result in results]
-    rows = [
-        np.concatenate([leaves[at] for leaves in flat]) if flat else np.empty((0, *shape), dtype)
-        for at, (shape, dtype) in enumerate(specs)
-    ]
+    rows = rows or [np.empty((0, *shape), dtype) for shape, dtype in specs]
     order = _order([counts for *_, counts in reports])
     whole = in_order(rows, order, root_only, process_set)
     return None if whole is None else keras.tree.pack_sequence_as(like, whole)
@@ -115,9 +115,13 @@ def _outputs(model: keras.Model, turns: Turns, verbose: int) -> list[Any]:
 _Report = tuple[str | None, Any, Any, list[int]]
 
 
-def _report(results: list[Any], failure: Exception | None) -> _Report:
-    if failure is not None:
-        return f"{type(failure).__name__}: {failure}", None, None, []
+def _joined(results: list[Any]) -> list[np.ndarray]:
+    """Returns the rows of each output of this rank; an empty list without results."""
+    each = zip(*map(keras.tree.flatten, results), strict=True)
+    return [np.concatenate(leaves) for leaves in each]
+
+
+def _report(results: list[Any]) -> _Report:
     if not results:
         return None, None, None, []
     flat = keras.tree.flatten(results[0])

@@ -120,6 +120,14 @@ def test_a_failure_of_one_rank_is_raised_on_all(model):
         assert not isinstance(caught.value, errors.DataError)
 
 
+def test_outputs_of_several_shapes_on_one_rank_are_an_error_on_all():
+    last = keras_dist.size() - 1
+    batches = [np.ones((BATCH, 3), "float32")] * (2 * last + 1) + [np.ones((BATCH, 2), "float32")]
+    same = keras.Sequential([keras.Input((None,)), keras.layers.Identity()])
+    with pytest.raises(ValueError if keras_dist.rank() == last else errors.DataError):
+        keras_dist.predict(same, lambda: iter(batches), verbose=0)
+
+
 def test_data_without_a_batch_and_a_size_of_batches_are_errors(model):
     with pytest.raises(errors.DataError, match="without a batch"):
         keras_dist.predict(model, x[:0], verbose=0)
