@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _log = logging.getLogger("keras_dist")
 _sets: ProcessSetTable | None = None  # with the communicator of all ranks
 _detached: str | None = None  # why this process is not a rank any more
 _fit_set = OfCall[ProcessSet | None](None)  # of the running fit
+_first_use = threading.RLock()  # by several threads at once
 
 
 def init(
@@ -337,7 +339,8 @@ def _detach_child() -> None:
 
 def _process_sets() -> ProcessSetTable:
     if _sets is None:
-        init()
+        with _first_use:
+            init()
     if _sets is None:
         raise errors.LaunchError("keras_dist could not be initialized.")
     return _sets

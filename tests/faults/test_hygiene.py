@@ -51,6 +51,15 @@ def test_threads_stand_in_line_between_init_and_shutdown(job, last):
 
 
 @pytest.mark.fault(
+    "several Python threads are the first to use keras_dist, without `init`",
+    "the ranks are connected once, and the job succeeds",
+    within=20,
+)
+def test_threads_are_the_first_to_use_ranks(job):
+    assert_fine(job(2, "forks.py", "first_use_by_threads"), 2)
+
+
+@pytest.mark.fault(
     "handlers of `atexit` that use keras_dist, from before and after its import",
     "the later one works, the earlier one gets an error that the ranks have left; no hang",
     within=5,

@@ -77,6 +77,12 @@ def call_in_threads() -> None:
     assert not wrong
 
 
+def first_use_by_threads() -> None:
+    fault()
+    call_in_threads()
+    fine()
+
+
 def init_and_shutdown(last: str) -> None:
     fault()
     for _ in range(3):
