@@ -125,6 +125,7 @@ def _synchronize(comms: "list[Communicator]") -> None:
         return
     try:
         _engine.collectives.wait_for_end(comms)
+        comms[0].close_services()
         events.publish(events.JOB_ENDING, comms[0])
         if comms[0].size > 1 and _detach is not None:
             _detach("a call from an atexit handler, after the job has ended")

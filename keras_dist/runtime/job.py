@@ -111,11 +111,15 @@ def init(
 def shutdown() -> None:
     """Leaves the job; a later `init` may join other ranks. Process sets lose their ids.
 
-    Collective: every rank. MPI itself stays initialized until the process exits. Does nothing if
-    keras_dist is not initialized.
+    Collective: every rank; blocks. Does nothing before `init`. MPI itself stays initialized.
+
+    Raises:
+        MismatchError: a rank does not call it, but something else; raised on every rank.
     """
     global _sets
     if _sets is not None:
+        # What follows would wait for the others in silence.
+        _engine.collectives.wait_for_end([_sets.job], _engine.wait.SHUTDOWN)
         events.publish(events.JOB_ENDING, _sets.job)
         _sets.free()
         _sets = None

@@ -73,6 +73,20 @@ def test_a_rank_that_ends_early(job, code):
     assert LEFT in printed
 
 
+@pytest.mark.fault("a rank calls `shutdown` while another ends its script", ENDS, within=5)
+def test_a_rank_that_shuts_down_alone(job):
+    printed = job(2, "calls.py", "shut_down_alone").failed()
+    told = "[rank 1 of 2] Expected the end of the script as on rank 0. Received: shutdown. "
+    assert told in printed
+
+
+@pytest.mark.fault("a rank raises, and its script calls `shutdown` in `finally`", ENDS, within=5)
+def test_a_rank_that_shuts_down_after_an_error(job):
+    printed = job(2, "calls.py", "shut_down_after_an_error").failed("ValueError: broken on purpose")
+    told = "[rank 1 of 2] Expected allreduce('loss') as on rank 0. Received: shutdown. "
+    assert told in printed
+
+
 @pytest.mark.fault("a rank ends while others have queued operations", ENDS, within=5)
 def test_a_rank_that_ends_while_others_have_more_queued(job):
     printed = job(2, "calls.py", "end_while_more_is_queued").failed()

@@ -19,7 +19,7 @@ from keras_dist._engine.nccl.ranks import abandon
 from keras_dist._engine.ordering.queue import HeldNames
 from keras_dist._engine.ordering.ticket import Reordered, in_flight
 from keras_dist._engine.recovery import check_alive
-from keras_dist._engine.shm.wait import AT_THE_END, waiting
+from keras_dist._engine.shm.wait import LAST, waiting
 from keras_dist._engine.signature import JOINED, CollectiveSignature, JoinedRanks, difference
 
 SAME_STEPS = (
@@ -119,7 +119,7 @@ def match_names(
     keys = [(calls[index].key, held[index].names) for index in here]
     if len({key for key, _ in keys}) <= 1 or any(key not in names for key, names in keys):
         return False
-    if any(calls[index].operation == AT_THE_END for index in here):
+    if any(calls[index].operation in LAST for index in here):
         found = _common([held[index] for index in here])  # that rank calls no more
     else:
         with waiting:

@@ -91,18 +91,17 @@ def _exchange(comm: Communicator, mine: Any) -> list[Any]:
         raise
 
 
-def wait_for_end(comms: Sequence[Communicator]) -> None:
-    """Waits until every rank is at the end of its script; closes services. Collective; blocks."""
+def wait_for_end(comms: Sequence[Communicator], operation: str = AT_THE_END) -> None:
+    """Waits until every rank is in this last operation. Collective; blocks."""
     # The stall watchdog reports this wait but does not end the job while others may still work.
     for comm in comms:
         comm.order.drain()
     # Ranks that still work may wait in any of the communicators, so this rank waits in all at once.
-    retry(comms[0], lambda: _wait(comms))
-    comms[0].close_services()
+    retry(comms[0], lambda: _wait(comms, operation))
 
 
-def _wait(comms: Sequence[Communicator]) -> None:
-    call = CollectiveSignature(AT_THE_END)
+def _wait(comms: Sequence[Communicator], operation: str) -> None:
+    call = CollectiveSignature(operation)
     note(comms[0].ranks, call)
     with contextlib.ExitStack() as locks:
         for comm in comms:

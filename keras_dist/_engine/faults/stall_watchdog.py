@@ -20,7 +20,7 @@ from keras_dist._engine.faults.rank_state import (
 )
 from keras_dist._engine.mpi.library import failed_process
 from keras_dist._engine.shm.segments import clean_up
-from keras_dist._engine.shm.wait import AT_THE_END, waits
+from keras_dist._engine.shm.wait import LAST, waits
 from keras_dist._engine.sideband import (
     ALARM,
     CONFIRMATION,
@@ -203,7 +203,7 @@ class StallWatchdog:
                 self._report_alone(describe_operation(what, describe_progress(ranks)), waited, ends)
 
     def _report_alone(self, what: str, waited: float, ends: bool) -> None:
-        ends = ends and not what.startswith(AT_THE_END)  # the others may still be working
+        ends = ends and not what.startswith(LAST)  # the others may still be working
         text = (
             f"[rank {self._rank} of {self._size}] has waited {waited:.0f} s for others in {what}. "
             f"Which of them is missing is not known, as {self._why_alone}."
@@ -244,8 +244,8 @@ class StallWatchdog:
         for rank in case.asked:
             if rank not in case.states:
                 self._silent.setdefault(rank, case.asked_at)
-        # A rank at the end of its script also waits for ranks that wait in another operation.
-        stuck = {rank: wait for rank, wait in found.items() if not wait[0].startswith(AT_THE_END)}
+        # A rank in its last operation also waits for ranks that wait in another one.
+        stuck = {rank: wait for rank, wait in found.items() if not wait[0].startswith(LAST)}
         if not (stuck or missing):
             return  # all have arrived
         first = min(stuck or found)

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 AT_THE_END = "the end of the script"  # the operation of ranks that have nothing more to do
+SHUTDOWN = "shutdown"
+LAST = (AT_THE_END, SHUTDOWN)  # operations in which ranks wait for others that may still work
 SPIN_SECONDS = 30e-6
 NAP_SECONDS = 100e-6
 # A core is crowded, for a while, after a thread that yielded has had it back only after so long.

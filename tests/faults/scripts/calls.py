@@ -55,6 +55,23 @@ def end_early(code: str) -> None:
     ops.allreduce(1.0, name="loss")
 
 
+def shut_down_alone() -> None:
+    if runtime.rank() == 1:
+        fault()
+        runtime.shutdown()
+
+
+def shut_down_after_an_error() -> None:
+    runtime.init()
+    try:
+        if runtime.rank() == 1:
+            fault()
+            raise ValueError("broken on purpose")
+        ops.allreduce(1.0, name="loss")
+    finally:
+        runtime.shutdown()
+
+
 def end_while_more_is_queued() -> None:
     asynchronous.allreduce_async(1.0)
     fault()
