@@ -93,6 +93,15 @@ def test_a_rank_that_ends_while_others_have_more_queued(job):
     assert LEFT in printed
 
 
+@pytest.mark.fault(
+    "a rank ends while others have queued operations, some with names", ENDS, within=5
+)
+def test_a_rank_that_ends_while_others_have_queued_named_ones(job):
+    printed = job(2, "calls.py", "end_while_named_ones_are_queued").failed()
+    assert "[rank 1 of 2] Expected allreduce('value') as on rank 0. Received: the end of" in printed
+    assert "RepeatRendezvous" not in printed
+
+
 @pytest.mark.fault("a rank ends while others call a collective of a process set", ENDS, within=5)
 @pytest.mark.parametrize("reduce", ["copy", "mpi"])
 def test_a_rank_that_ends_while_others_call_on_a_process_set(job, reduce):

@@ -113,7 +113,10 @@ def _wait(comms: Sequence[Communicator], operation: str) -> None:
             comm, same = _next_answer(answers)
             del answers[comm]
             if not same:
-                resolve_difference(comm, call)
+                try:
+                    resolve_difference(comm, call)
+                except RepeatRendezvous:  # they run another operation first
+                    answers[comm] = comm.digests.start(call.digest)
 
 
 @retried

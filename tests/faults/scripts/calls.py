@@ -72,6 +72,16 @@ def shut_down_after_an_error() -> None:
         runtime.shutdown()
 
 
+def end_while_named_ones_are_queued() -> None:
+    runtime.init()
+    if runtime.rank() == 1:
+        time.sleep(0.5)  # until the other has queued both
+        fault()
+        return
+    for handle in [asynchronous.allreduce_async(1.0, name=name) for name in ("loss", None)]:
+        handle.wait()
+
+
 def end_while_more_is_queued() -> None:
     asynchronous.allreduce_async(1.0)
     fault()
