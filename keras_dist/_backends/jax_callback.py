@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from keras_dist import errors
-from keras_dist._compat.jax import emit_buffer_callback, has_buffer_callbacks
+from keras_dist._compat.jax import devices_of, emit_buffer_callback, has_buffer_callbacks
 
 HostCall = Callable[[list[np.ndarray]], Sequence[np.ndarray]]
 WritingCall = Callable[[list[np.ndarray], list[np.ndarray]], None]
@@ -82,6 +82,14 @@ def _run(*arrays: Any, function: HostCall, shapes: Any, into: Any) -> list[Any]:
 
 
 def _lower(context: Any, *operands: Any, function: HostCall, shapes: Any, into: Any) -> Any:
+    if (count := devices_of(context)) > 1:
+        # Each device would call the host with its part, in an order that differs between ranks.
+        raise errors.ArgumentError(
+            "[keras_dist.jax]",
+            "a collective in a program of one device",
+            f"a program of {count} devices, as jax.shard_map, jax.pmap and shardings make them",
+            "Call the collective on the results of the program, outside of it.",
+        )
     if not has_buffer_callbacks(context):
         return _lower_copying(context, *operands, function=function, shapes=shapes)
 

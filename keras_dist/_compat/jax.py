@@ -55,6 +55,15 @@ def has_buffer_callbacks(context: Any) -> bool:
     return tuple(context.module_context.platforms) == ("cpu",) and has(*BUFFERS)
 
 
+def devices_of(context: Any) -> int:
+    """Returns the number of devices that run a program, each of which would call the host."""
+    axes = context.module_context.axis_context  # of a mesh, of shardings, or of `pmap`
+    if (mesh := getattr(axes, "mesh", None)) is not None:
+        return int(mesh.size)
+    count = getattr(axes, "num_devices", None)
+    return int(axes.axis_env.nreps if count is None else count)
+
+
 def emit_buffer_callback(
     context: Any,
     effect: Any,
@@ -190,5 +199,11 @@ CONTRACT = (
             name, "to call the host from a step in one piece", NOT_SPLIT
         )
         for name in ("lower_fun", "register_lowering")
+    ),
+    Owner("jax.interpreters.mlir:ModuleContext").attribute(
+        "axis_context",
+        "to refuse a collective that each of several devices would call",
+        "a program with a collective could not be compiled",
+        on_use=True,
     ),
 )

@@ -19,7 +19,8 @@ outside waits for the programs that were started before it.
 As elsewhere in JAX, 64-bit arrays become 32-bit without `jax_enable_x64`. Calls of the host support
 neither forward-mode differentiation nor `vmap` nor `jax.checkpoint`, so collectives do not either:
 `jax.grad`, also of a gradient, `jax.vjp`, `jax.lax.scan` and `jax.lax.cond` work; `jax.jvp`,
-`jax.jacrev` and `jax.hessian` do not.
+`jax.jacrev` and `jax.hessian` do not. In a program of several devices, as `jax.shard_map` makes it,
+each device would make the call, so it is an error: call the collective on the results.
 """
 
 from keras_dist import _backends

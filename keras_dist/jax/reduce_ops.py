@@ -128,7 +128,8 @@ def pmean(tree: Any, process_set: ProcessSet = global_process_set) -> Any:
         process_set: as in `allreduce`.
 
     Returns:
-        Pytree of the same structure. All leaves are reduced in one operation.
+        Pytree of the same structure. All leaves are reduced in one operation; those of dtype
+        `float0`, the gradients of integers, stay as they are.
 
     Raises:
         MismatchError: as in `allreduce`.
@@ -173,5 +174,14 @@ average_gradients = pmean
 
 def _reduce_tree(tree: Any, op: ReduceOp, process_set: ProcessSet) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    reduced = grouped_allreduce(leaves, op, process_set=process_set) if leaves else leaves
-    return jax.tree.unflatten(structure, reduced)
+    # The gradients of integers, which `jax.grad(allow_int=True)` returns, have no values.
+    valued = [i for i, leaf in enumerate(leaves) if _dtype_of(leaf) != jax.dtypes.float0]
+    if valued:
+        reduced = grouped_allreduce([leaves[i] for i in valued], op, process_set=process_set)
+        for i, result in zip(valued, reduced, strict=True):
+            leaves[i] = result
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None)

@@ -185,6 +185,26 @@ def test_a_transformation_without_meaning_is_explained():
     assert hvd.average_gradients is hvd.pmean
 
 
+def test_a_program_of_several_devices_is_refused():
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    rows = jax.sharding.PartitionSpec("x")
+    reduced = jax.shard_map(hvd.allreduce, mesh=mesh, in_specs=rows, out_specs=rows)
+    with pytest.raises(errors.ArgumentError, match=r"a program of 2 devices.* outside of it"):
+        jax.jit(reduced).trace(jnp.ones(4)).lower(lowering_platforms=("cpu",))
+
+
+def test_gradients_of_integers_are_left_alone(compiled):
+    tree = {"offset": jnp.arange(3), "scale": jnp.ones(3)}
+
+    def slope(x):
+        found = jax.grad(lambda t: (x * t["scale"] + t["offset"]).sum(), allow_int=True)(tree)
+        found = hvd.pmean(found)
+        assert found["offset"].dtype == jax.dtypes.float0
+        return found["scale"]
+
+    equal(compiled(slope)(jnp.full(3, float(hvd.rank()))), np.full(3, (hvd.size() - 1) / 2))
+
+
 def test_a_maximum_may_be_left_out_of_a_gradient(compiled):
     def loss_of(x):  # the logarithm of a sum of exponentials over all ranks
         largest = jax.lax.stop_gradient(hvd.allreduce(x.max(), "max"))
