@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.lib.stride_tricks import as_strided
 
+from keras_dist._backends.tensorflow_order import write_order
 from keras_dist._compat.tensorflow import is_recorded
 from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
@@ -199,8 +200,14 @@ def _call(
     dtypes: Sequence[Any],
     place: Any = tf.numpy_function,
 ) -> list[Any]:
-    with tf.control_dependencies(_followed()):
+    if tf.executing_eagerly():
         outputs = place(function, tensors, dtypes, name=NODE)
+    else:
+        before = write_order()
+        with tf.control_dependencies([*_followed(), before]):
+            outputs = place(function, tensors, dtypes, name=NODE)
+        with tf.control_dependencies(tf.nest.flatten(outputs)):
+            write_order()
     if not dtypes:
         return []
     # An eager call returns a single output without a list.

@@ -279,3 +279,33 @@ def test_compressions_of_keras_dist_are_accepted():
     keras_dist.DistributedOptimizer(sgd, compression=hvd.Compression.bf16)
     with pytest.raises(errors.ArgumentTypeError, match="an instance of keras_dist"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=Halved)
+
+
+def test_operations_of_a_loop_follow_those_in_front_of_it():
+    """The first reduction, of a long computation, is not a part of the loop's condition."""
+    factor, first = tf.Variable(1.0), tf.constant(1.0 + hvd.rank())
+    total, size = sum(range(1, hvd.size() + 1)), hvd.size()
+
+    def long(x):
+        for _ in tf.range(3000 * (hvd.rank() + 1) * (hvd.rank() % 2)):
+            x = tf.sin(x) + x - tf.sin(x)
+        return x
+
+    def is_small():
+        factor.assign(factor * 2)
+        return hvd.allreduce(factor, op=hvd.Sum) < 50.0 * size
+
+    @tf.function
+    def run(x):
+        in_front = hvd.allreduce(long(x), op=hvd.Sum)
+        count = tf.constant(0)
+        while is_small():
+            count += 1
+        return in_front, count, hvd.allreduce(x, op=hvd.Sum)
+
+    for _ in range(3):
+        factor.assign(1.0)
+        in_front, count, behind = run(first)
+        np.testing.assert_allclose(in_front, total, rtol=1e-3)
+        assert int(count) == 5
+        np.testing.assert_allclose(behind, total)

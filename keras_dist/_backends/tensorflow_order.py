@@ -1,0 +1,26 @@
+"""The order of host calls in TensorFlow graphs, also across loops, branches and functions."""
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+
+def write_order() -> Any:
+    """Adds an operation that writes a variable, before and after each host call of a graph.
+
+    TensorFlow runs the writes of a variable in program order, also those in loops, branches and
+    functions, each of which is one operation of the graph around it. Host calls alone have no such
+    order: the condition of a loop could run before a call that stands in front of the loop.
+    """
+    one = tf.constant(1, tf.int64)
+    return tf.raw_ops.AssignAddVariableOp(resource=_order_handle(), value=one)
+
+
+@functools.cache
+def _order_handle() -> Any:
+    # No `tf.Variable`: a `tf.function` that makes one in its first call is traced twice.
+    with tf.init_scope(), tf.device("CPU:0"):
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name="keras_dist_order")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
+        return handle
