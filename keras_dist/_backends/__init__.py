@@ -149,14 +149,6 @@ class Backend(Protocol):
         """Returns tensors that are computed only after another; by default they are, as called."""
         return list(tensors)
 
-    def after_host_calls(self, tensors: Sequence[Any]) -> list[Any]:
-        """Returns tensors for a branch, which is to follow the host calls so far; it does here."""
-        return list(tensors)
-
-    def before_host_calls(self, variables: Sequence[Any]) -> None:
-        """Makes later host calls follow a branch that may assign variables; they do here."""
-        return
-
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Sums the rows of equal index in sparse gradients; by default all gradients are dense."""
         # If a row occurs twice, Keras' optimizers square each occurrence, not the sum. A reduction

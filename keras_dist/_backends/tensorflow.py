@@ -1,13 +1,12 @@
 """The TensorFlow backend: host functions in the graph, of views of TensorFlow's memory.
 
 The functions are stateful operations, so a graph runs them in program order, the same on every
-rank, except for those in branches: see `after_host_calls`. XLA cannot compile them;
+rank, see `tensorflow_order`. XLA cannot compile them;
 `tensorflow_step` compiles the operations around them.
 """
 
 import contextlib
 import functools
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,11 +17,9 @@ import tensorflow as tf
 from keras_dist._backends import HostFunction, OfTensor
 from keras_dist._backends.tensorflow_host import (
     QueuedBuckets,
-    after_host_calls,
     as_array,
     differentiable,
     engine_arrays,
-    follow,
     on_host,
     to_tensor,
     uses_gpu,
@@ -249,19 +246,11 @@ class TensorFlow(Steps):
             work()
             return tf.constant(0)
 
-        [condition] = after_host_calls([condition])
-        follow(tf.cond(condition, taken, lambda: tf.constant(0)))
+        tf.cond(condition, taken, lambda: tf.constant(0))
 
     def after(self, earlier: Any, tensors: Sequence[Any]) -> list[Any]:
         with tf.control_dependencies([earlier]):
             return [tf.identity(tensor) for tensor in tensors]
-
-    def after_host_calls(self, tensors: Sequence[Any]) -> list[Any]:
-        return after_host_calls(tensors)
-
-    def before_host_calls(self, variables: Sequence[Any]) -> None:
-        smallest = min(variables, key=lambda variable: math.prod(variable.shape))
-        follow(tf.identity(smallest.value))  # a use of it, which follows those so far
 
     def coalesce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return [_sum_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]

@@ -130,8 +130,6 @@ def _address_of(tensor: Any) -> int:
 
 # XLA shows the name in the error about an operation that it cannot compile.
 NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
-# The attribute of a graph with a tensor that its next host call has to follow.
-LAST = "keras_dist_last_call"
 # Bytes of a cache line: TensorFlow splits without a copy only at its boundaries.
 LINE = 64
 
@@ -204,7 +202,7 @@ def _call(
         outputs = place(function, tensors, dtypes, name=NODE)
     else:
         before = write_order()
-        with tf.control_dependencies([*_followed(), before]):
+        with tf.control_dependencies([before]):
             outputs = place(function, tensors, dtypes, name=NODE)
         with tf.control_dependencies(tf.nest.flatten(outputs)):
             write_order()
@@ -214,36 +212,7 @@ def _call(
     results = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
-    follow(results[0])
     return results
-
-
-def follow(tensor: Any) -> None:
-    """Makes later host calls of a graph follow a tensor."""
-    if not tf.executing_eagerly():
-        setattr(tf.compat.v1.get_default_graph(), LAST, tensor)
-
-
-def _followed() -> list[Any]:
-    """Returns what the next host call of a graph has to follow."""
-    if tf.executing_eagerly():
-        return []
-    last = getattr(tf.compat.v1.get_default_graph(), LAST, None)
-    return [] if last is None else [last]
-
-
-def after_host_calls(tensors: Sequence[Any]) -> list[Any]:
-    """Returns tensors that a graph computes after all of them, and after its host calls so far."""
-    # A graph runs host calls in program order. A branch that updates variables is one operation,
-    # which TensorFlow orders among uses of these variables only. Calls in other graphs, such as
-    # that of a function, come before the tensors that they lead to.
-    if tf.executing_eagerly():
-        return list(tensors)
-    present = {at: tensor for at, tensor in enumerate(tensors) if tensor is not None}
-    earlier = tf.nest.flatten(present, expand_composites=True)
-    with tf.control_dependencies([*earlier, *_followed()]):
-        later = tf.nest.map_structure(tf.identity, present, expand_composites=True)
-    return [later.get(at) for at in range(len(tensors))]
 
 
 def _runs(

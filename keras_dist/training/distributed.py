@@ -179,7 +179,6 @@ class _Distributed(UpdateHook, KeepsOptions):
         def update_with(ready: Any, variables: Any) -> Any:
             again = [variables] if given else []
             updated = plain(self._prepared(ready, variables), *again, *rest, **options)
-            self._keras_dist_end_branches()
             if self._keras_dist.communicator() is not None:
                 state = self.variables  # type: ignore[attr-defined]
                 _backends.active().end_update(ready, variables, state)
@@ -196,11 +195,6 @@ class _Distributed(UpdateHook, KeepsOptions):
         """Calls a function of gradients and variables, see `GradientReduction.with_missing`."""
         known = trained_by(self) if self.built else ()  # type: ignore[attr-defined]
         return self._keras_dist.with_missing(grads, variables, use, known)
-
-    def _keras_dist_end_branches(self) -> None:
-        """Lets host calls follow the branches in which Keras updates, where it accumulates."""
-        if branched := accumulators([self, *optimizers_inside(self)]):
-            _backends.active().before_host_calls(branched)
 
     def _keras_dist_before_update(self) -> None:
         check_reduced(self)
@@ -223,7 +217,6 @@ class _Clipping(ClippingHook, _Distributed):
         if self.gradient_accumulation_steps:  # type: ignore[attr-defined]
             # Keras updates in a branch, which reduces. The mark of reduced gradients is lost here.
             check_not_reduced(grads)
-            grads = _backends.active().after_host_calls(grads)
         return grads
 
     def _reduces(self) -> bool:
@@ -275,10 +268,7 @@ class _ReducingFirst(_Distributed):
             pairs = grads, variables
             if update.is_outermost:
                 pairs = self._with_missing(grads, variables, self._reduced_pairs)
-            updated = super().apply_gradients(list(zip(*pairs, strict=True)))  # type: ignore[misc]
-            if update.is_outermost:
-                self._keras_dist_end_branches()
-            return updated
+            return super().apply_gradients(list(zip(*pairs, strict=True)))  # type: ignore[misc]
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
