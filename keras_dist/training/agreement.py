@@ -24,6 +24,7 @@ PATHS = {
     "BackupAndRestore": "backup_dir",
     "CSVLogger": "filename",
     "ModelCheckpoint": "filepath",
+    "OrbaxCheckpoint": "directory",  # of recent versions
     "TensorBoard": "log_dir",
 }
 SAME_CALLBACKS = (
@@ -130,7 +131,7 @@ def _written(arguments: dict[str, Any]) -> list[str]:
         f"{kind} of {os.path.abspath(str(vars(each)[attribute]))}"
         for each in flat(arguments)
         for kind, attribute in PATHS.items()
-        if isinstance(each, getattr(keras.callbacks, kind)) and not members([each])
+        if isinstance(each, getattr(keras.callbacks, kind, ())) and not members([each])
         if attribute in vars(each)  # a subclass may have a property instead
     ]
 

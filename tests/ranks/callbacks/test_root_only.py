@@ -1,5 +1,7 @@
 """`RootOnly`: a callback that acts on rank 0 only, and its effects on the other ranks."""
 
+import inspect
+import unittest.mock
 from pathlib import Path
 
 import keras
@@ -9,6 +11,7 @@ from small_training import agreed, make_data, make_model
 import keras_dist
 from keras_dist import errors
 from keras_dist.callbacks import RootOnly
+from keras_dist.training.agreement import PATHS
 
 pytestmark = pytest.mark.jobs("torch-2")
 
@@ -80,6 +83,30 @@ def test_the_root_names_files_that_several_ranks_write(shared_tmp_path, caplog, 
     warns = place == "on all ranks" and keras_dist.size() > 1 and keras_dist.rank() == 0
     assert caplog.text.count(f"CSVLogger of {path}.csv, on several ranks") == warns
     assert "model.keras" not in caplog.text and "root.csv" not in caplog.text
+
+
+def test_the_paths_of_all_callbacks_of_keras_that_write_are_known():
+    found = []
+    for name, kind in vars(keras.callbacks).items():
+        if inspect.isclass(kind):
+            arguments = inspect.signature(kind).parameters
+            words = ("dir", "directory", "filename", "filepath")
+            found += [(name, each) for each in arguments if each.endswith(words)]
+    assert set(found) == {each for each in PATHS.items() if hasattr(keras.callbacks, each[0])}
+
+
+@pytest.mark.skipif(not hasattr(keras.callbacks, "OrbaxCheckpoint"), reason="an older Keras")
+def test_the_root_names_the_directory_of_orbax(shared_tmp_path, caplog, monkeypatch):
+    class Orbax(keras.callbacks.OrbaxCheckpoint):
+        """Does not write."""
+
+        on_train_batch_end = on_epoch_end = on_train_end = keras.callbacks.Callback.on_epoch_begin
+
+    kind = keras.callbacks.OrbaxCheckpoint
+    monkeypatch.setattr(inspect.getmodule(kind), "ocp", unittest.mock.MagicMock())
+    fit(Orbax(str(shared_tmp_path)))
+    warns = keras_dist.size() > 1 and keras_dist.rank() == 0
+    assert (f"OrbaxCheckpoint of {shared_tmp_path}, on several" in caplog.text) == warns
 
 
 def test_tensorboard_is_written_once(shared_tmp_path, caplog):
