@@ -139,7 +139,32 @@ def _over_ranks(own: Sequence[Measured]) -> list[Any]:
     results = [_without_exchange(loss, step) for loss in own]
     asked = [loss for loss, result in zip(own, results, strict=True) if result is None]
     found = iter(uncompiled(functools.partial(_exchanged, asked, step)) if asked else ())
-    return [next(found) if result is None else result for result in results]
+    return _beside_vectors(
+        own, [next(found) if result is None else result for result in results], step
+    )
+
+
+def _beside_vectors(own: Sequence[Measured], values: list[Any], step: Step) -> list[Any]:
+    """Returns losses of which Keras adds single numbers to each element of others.
+
+    TensorFlow sums the gradients of the elements: a number counts as often as all ranks have them.
+    """
+    vectors = [loss.value for loss in own if len(loss.value.shape)]
+    if step.evaluates is not None or len(vectors) in (0, len(own)):
+        return values
+    if step.equal_batches:
+        factor: Any = step.reduction.options.ranks().size
+    else:
+        mine = ops.cast(ops.size(vectors[0]), "float32")
+        name, op = "the elements of a loss", _engine.ReduceOp.SUM
+        exchange = functools.partial(
+            reduce_over_ranks, step.reduction.options.each_step, ops.stack([mine]), op, name
+        )
+        factor = ops.divide_no_nan(_backends.active().call_uncompiled(exchange)[0], mine)
+    return [
+        value if len(value.shape) else _with_gradient(value, factor, ops.stop_gradient(value))
+        for value in values
+    ]
 
 
 @functools.cache

@@ -388,6 +388,28 @@ def test_a_loss_that_nothing_reduces_is_that_of_one_process():
 
 
 @on_tensorflow
+@pytest.mark.skipif(backend != "tensorflow", reason="others refuse a loss for each sample")
+@pytest.mark.parametrize("change", [list, unequal], ids=["equal batches", "unequal batches"])
+def test_a_number_beside_a_loss_for_each_sample_counts_as_in_one_process(change):
+    parts, found = change(parts_of_rows()), []
+    for batches in (joined(parts), parts[keras_dist.rank()]):
+        keras.utils.set_random_seed(1)
+        x = keras.Input((TOKENS,))
+        outputs = {name: keras.layers.Dense(1, name=name)(x) for name in ("each", "all")}
+        model = keras.Model(x, outputs)
+        plain = keras.optimizers.SGD(0.001)
+        each = keras.losses.MeanSquaredError(reduction=None)
+        optimizer = keras_dist.DistributedOptimizer(plain) if found else plain
+        model.compile(optimizer, {"each": each, "all": "mae"})
+        x, y = (np.concatenate(rows) for rows in zip(*batches, strict=True))
+        for callbacks in (keras_dist.callbacks(), None) if found else (None, None):
+            data = x, {"each": y, "all": -y}
+            model.fit(*data, batch_size=len(x), verbose=0, shuffle=False, callbacks=callbacks)
+        found.append(weights_of(model))
+    assert_close(found[1], found[0], 1e-5)
+
+
+@on_tensorflow
 @pytest.mark.skipif(backend != "tensorflow", reason="elsewhere test_exactness draws it")
 def test_xla_leaves_out_a_step_with_rows_of_unknown_lengths():
     keras.utils.set_random_seed(1)
