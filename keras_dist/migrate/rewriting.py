@@ -60,6 +60,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         super().__init__()
         self.notes: list[Note] = []
         self._aliases: set[str] = set()  # the name of Horovod in the script
+        self._binds_package = False  # an import without `as` binds the name `horovod`
 
     # --- Imports
 
@@ -67,8 +68,9 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         for alias in node.names:
             name = get_full_name_for_node(alias.name) or ""
             if _is_horovods(name):
-                bound = alias.evaluated_alias or name
-                self._aliases |= {bound, _new_module(name)[0] or bound}
+                bound, module = alias.evaluated_alias or name, _new_module(name)[0]
+                self._aliases |= {bound, module or bound}
+                self._binds_package |= alias.asname is None and module is not None
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = _module_of(node)
@@ -133,6 +135,8 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         # `import horovod.torch` without a name of its own.
         if name in MODULES and name in self._aliases:
             return _dotted(MODULES[name])
+        if holder == "horovod" and self._binds_package and name not in GONE_MODULES:
+            return updated.with_changes(value=cst.Name("keras_dist"))
         return updated
 
     def visit_Call(self, node: cst.Call) -> None:
@@ -154,8 +158,10 @@ class _Rewriter(m.MatcherDecoratableTransformer):
             args = [_without_call(arg) for arg in args]
         if (removed := REMOVED_ARGUMENTS.get(function)) and holder:
             args = [arg for arg in args if not _is_named(arg, removed)]
-        if holder and (old := next((arg for arg in args if _is_named(arg, "num_groups")), None)):
-            args[args.index(old)] = old.with_changes(keyword=cst.Name("groups"))
+        # Others have an argument of this name too, such as torch.nn.GroupNorm.
+        groups = next((arg for arg in args if _is_named(arg, "num_groups")), None)
+        if groups is not None and holder in self._aliases:
+            args[args.index(groups)] = groups.with_changes(keyword=cst.Name("groups"))
         if function in ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"):
             averaged = next((arg for arg in args if _is_named(arg, "average")), None)
             if averaged is not None and holder in self._aliases:

@@ -115,6 +115,13 @@ TEXTS = {
     "import horovod.torch\nhorovod.torch.allreduce(x, average=True)": (
         "import keras_dist.torch\nkeras_dist.torch.allreduce(x, op=keras_dist.torch.Average)"
     ),
+    "import horovod\nhorovod.run(train, np=2)": "import keras_dist\nkeras_dist.run(train, np=2)",
+    "import horovod.torch\nprint(horovod.__version__, horovod.torch.rank())": (
+        "import keras_dist.torch\nprint(keras_dist.__version__, keras_dist.torch.rank())"
+    ),
+    "import horovod.torch as hvd\nnorm = nn.GroupNorm(num_groups=8, num_channels=64)": (
+        "import keras_dist.torch as hvd\nnorm = nn.GroupNorm(num_groups=8, num_channels=64)"
+    ),
     "import horovod.tensorflow as hvd\nhvd.broadcast_variables(opt.variables(), 0)": (
         "import keras_dist.tensorflow as hvd\nhvd.broadcast_variables(opt.variables, 0)"
     ),
@@ -242,9 +249,13 @@ def test_there_is_nothing_to_do(migrate, text):
     assert migrate(text)[:3] == (0, "", "")
 
 
-def test_what_is_no_script(migrate, capsys):
+def test_what_is_no_script(migrate, capsys, tmp_path):
     code, _, said, _ = migrate("print 'old'\n", "--write")
     assert code == 2
     assert "Expected a script in Python 3. Received: " in said
     assert main(["migrate", "nowhere.py"]) == 2
     assert "nowhere.py" in capsys.readouterr().err
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text('{"cells": [{"source": ["import horovod.torch as hvd"]}]}')
+    assert main(["migrate", str(notebook)]) == 2
+    assert "train.ipynb, a notebook. Save it as a script" in capsys.readouterr().err

@@ -68,6 +68,8 @@ def _diff(before: str, after: str, name: str) -> Iterator[str]:
 
 def _read(path: pathlib.Path) -> tuple[str, str]:
     """Returns the text of a script, with a byte order mark if present, and its encoding."""
+    if path.suffix == ".ipynb":  # its JSON would be read as an expression of Python
+        raise _error(f"{path}, a notebook", "Save it as a script in Jupyter, and pass that file.")
     try:
         content = path.read_bytes()
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0].removesuffix("-sig")
