@@ -44,7 +44,6 @@ SHARED = "Choose a directory that all ranks share, and that they can write to."
 FORMAT = "keras_dist generation 1"
 FORMATS = (FORMAT, "keras_dist sharded checkpoint 1")  # the latter of earlier versions
 
-
 _log = logging.getLogger("keras_dist")
 
 
@@ -154,6 +153,16 @@ def discard(directory: pathlib.Path, number: int) -> None:
             shutil.rmtree(_folder(directory, number), ignore_errors=True)
 
 
+def remove(directory: pathlib.Path) -> None:
+    """Removes all generations, and the directory unless it is a link."""
+    # The manifests first, the newest one last: what is left of the rest is no saved training.
+    for path in reversed(newest_first(directory)):
+        path.unlink(missing_ok=True)
+    is_link = directory.is_symlink() and directory.is_dir()  # which `rmtree` refuses
+    for folder in _folders(directory) if is_link else [directory]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def is_committed(directory: pathlib.Path, number: int) -> bool:
     """Returns whether a generation has a manifest: all its parts are whole."""
     names = (path.name for path in directory.iterdir())  # `glob` would hide an error
@@ -162,8 +171,11 @@ def is_committed(directory: pathlib.Path, number: int) -> bool:
 
 def newest_first(directory: pathlib.Path) -> list[pathlib.Path]:
     """Returns the paths of all manifests in a directory, and of backups of earlier versions."""
-    found = [path for path in directory.glob("*-*.*") if MANIFEST.fullmatch(path.name)]
-    return sorted(found, key=number_of, reverse=True)
+    # `glob` hides errors: training would start over, and its backups replace the others.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = [path for path in directory.iterdir() if MANIFEST.fullmatch(path.name)]
+        return sorted(found, key=number_of, reverse=True)
+    return []
 
 
 def number_of(path: pathlib.Path) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import pathlib
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -182,7 +181,7 @@ class Store:
 
     def remove(self) -> None:
         """Removes all generations."""
-        remove = functools.partial(shutil.rmtree, self._directory, ignore_errors=True)
+        remove = functools.partial(format.remove, self._directory)
         self._ask_root(remove, "to remove the backup in", "Remove it by hand.")
 
     def _conclude(

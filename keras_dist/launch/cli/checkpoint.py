@@ -1,10 +1,13 @@
 """`keras-dist checkpoint` and `keras-dist export`: saved training in a terminal."""
 
 import argparse
+import contextlib
 import pathlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+from keras_dist import errors
 from keras_dist.resume import format
 
 COLUMNS = "{:<20} {:>6} {:>8} {:>6} {:>6} {:>10}  {}"
@@ -37,7 +40,8 @@ def add_to(commands: Any, name: str) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = format.newest_first(pathlib.Path(options.directory))
+    with _explaining("checkpoint"):
+        found = format.newest_first(pathlib.Path(options.directory))
     print(COLUMNS.format("generation", "epoch", "step", "ranks", "parts", "MiB", "state"))
     whole = [path for path in found if _shows_whole(path)]
     if not whole:
@@ -69,5 +73,21 @@ def _shows_whole(path: pathlib.Path) -> bool:
 def _export(options: argparse.Namespace) -> int:
     from keras_dist import checkpoints
 
-    checkpoints.export(options.directory, options.file, generation=options.generation)
+    with _explaining("export"):
+        checkpoints.export(options.directory, options.file, generation=options.generation)
     return 0
+
+
+@contextlib.contextmanager
+def _explaining(command: str) -> Iterator[None]:
+    """Explains errors of the file system, such as a directory that does not exist."""
+    try:
+        yield
+    except errors.CheckpointError:
+        raise
+    except OSError as error:
+        expected = "a directory to read and, for export, a path to write to"
+        remedy = "Correct the paths, or the permissions of these directories."
+        raise errors.ArgumentError(
+            f"[keras-dist {command}]", expected, str(error), remedy
+        ) from None

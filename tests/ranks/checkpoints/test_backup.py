@@ -104,7 +104,11 @@ def test_training_resumes_between_the_passes_of_an_update(kind, at, shared_tmp_p
     assert_close(weights_of(model), weights_of(train()))
 
 
-def test_the_model_itself_starts_anew_once_it_is_done(directory):
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_model_itself_starts_anew_once_it_is_done(directory, is_link):
+    if is_link and keras_dist.rank() == 0:  # as to a larger file system
+        directory.with_name("elsewhere").mkdir()
+        directory.symlink_to("elsewhere")
     model = new_model(run_eagerly=True)
     with pytest.raises(Interrupted):
         fit(BackupAndRestore(directory), Interrupt(1), model=model)

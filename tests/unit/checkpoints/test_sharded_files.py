@@ -1,5 +1,6 @@
 """The files of sharded checkpoints: their layout, their generations and their damage."""
 
+import errno
 import hashlib
 import json
 import os
@@ -105,6 +106,43 @@ def test_the_generation_that_was_read_is_kept_and_damaged_ones_go(tmp_path):
         "00000001",
         "00000004",
     ]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_nothing_is_left_to_resume_from_after_a_removal(tmp_path, monkeypatch, is_link):
+    directory = tmp_path / "backup"
+    if is_link:
+        (tmp_path / "elsewhere").mkdir()
+        directory.symlink_to(tmp_path / "elsewhere")
+    assert [write(directory) for _ in range(2)] == [1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(format.shutil, "rmtree", lambda *given, **options: None)
+        format.remove(directory)  # of a job that is killed meanwhile
+    assert newest(directory) is None
+    assert write(directory) == 3
+    for _ in range(2):
+        format.remove(directory)
+        assert newest(directory) is None
+        assert not is_link or [*directory.iterdir()] == []
+        assert directory.exists() == is_link
+
+
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    tmp_path, monkeypatch, capsys
+):
+    assert write(tmp_path) == 1
+
+    def refuse(path="."):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        for name in ("listdir", "scandir"):
+            patch.setattr(os, name, refuse)
+        with pytest.raises(PermissionError):
+            newest(tmp_path)
+        assert main(["checkpoint", str(tmp_path)]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+    assert newest(tmp_path).about == {"epoch": 1}
 
 
 def test_a_committed_generation_is_not_discarded(tmp_path, monkeypatch):
