@@ -124,9 +124,10 @@ def export(
         model = _described_model(contents, dict(custom_objects or {}))
     variables.restore(model, contents, is_root=True, alone=True)
     save: Callable[[Any], None] = model.save if target.suffix == KERAS else model.save_weights
-    with beside(target) as path:
+    place = target.resolve()  # the file that a link names
+    with beside(place.with_name(target.name)) as path:
         save(path)
-        move(path, target)
+        move(path, place)
 
 
 def _described_model(contents: Contents, custom_objects: dict[str, Any]) -> keras.Model:

@@ -185,14 +185,15 @@ class _Saver:
 def write_atomically(save: Save, filepath: str, nbytes: int = 0) -> None:
     """Saves to a temporary file in the same directory, of about `nbytes` bytes, and renames it."""
     target = pathlib.Path(filepath)
-    with beside(target) as path:
+    place = target.resolve()  # the file that a link names, as Keras writes it
+    with beside(place.with_name(target.name)) as path:
         if target.suffix == HDF5:
             # An error if there is no space; the library would abort the process at the end.
             with path.open("xb") as file:
                 if nbytes and hasattr(os, "posix_fallocate"):  # not available on macOS
                     os.posix_fallocate(file.fileno(), 0, nbytes)
         save(str(path))
-        move(path, target)
+        move(path, place)
 
 
 class BackgroundWriter:

@@ -37,6 +37,20 @@ def test_only_the_root_writes_and_all_leave_together(shared_tmp_path):
             np.testing.assert_array_equal(weight, expected)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_link_stays_and_its_file_is_written(shared_tmp_path, asynchronous):
+    link, file = shared_tmp_path / "model.keras", shared_tmp_path / "elsewhere" / "blob"
+    if keras_dist.rank() == 0:
+        file.parent.mkdir()
+        link.symlink_to(file)
+    checkpoint = ModelCheckpoint(link, asynchronous=asynchronous)
+    x, y = make_data(8, seed=keras_dist.rank())
+    distributed().fit(x, y, verbose=0, callbacks=keras_dist.callbacks(checkpoint))
+    keras_dist.barrier()
+    assert link.is_symlink() and keras_dist.load_model(link)
+    assert [path.name for path in file.parent.iterdir()] == ["blob"]
+
+
 def test_the_best_is_kept_as_in_horovod(shared_tmp_path):
     model = distributed(keras.optimizers.SGD(0.0))
     path = shared_tmp_path / "best.weights.h5"
