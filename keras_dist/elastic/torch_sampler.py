@@ -1,5 +1,6 @@
 """A sampler that records the processed samples of an epoch, for any number of ranks."""
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -108,8 +109,9 @@ class ElasticSampler(torch.utils.data.Sampler):
         self.remaining_indices = left
         self.num_samples = -(-len(left) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        whole = (left * self.num_replicas)[: self.total_size] if left else []
-        self.indices = whole[self.rank :: self.num_replicas]
+        # The first ones again fill up the last round.
+        whole = itertools.islice(itertools.cycle(left), self.total_size)
+        self.indices = list(itertools.islice(whole, self.rank, None, self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -40,6 +41,20 @@ def test_a_torch_state_keeps_its_sampler_in_place(shared_tmp_path):
         directory=shared_tmp_path, sampler=fresh, further=further, batch=0
     ).sync()
     assert list(fresh) == list(sampler)
+
+
+@pytest.mark.parametrize("count", [0, 3, 20_000])
+def test_a_sampler_of_many_ranks_takes_memory_for_its_data_set_once(monkeypatch, count):
+    monkeypatch.setattr(keras_dist.runtime, "size", lambda: 1000)
+    monkeypatch.setattr(keras_dist.runtime, "rank", lambda: 999)
+    tracemalloc.start()
+    try:
+        sampler = hvd.ElasticSampler(range(count), shuffle=False)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sampler.indices == {0: [], 3: [0], 20_000: [*range(999, count, 1000)]}[count]
+    assert peak < 4e6
 
 
 def test_a_torch_state_is_synchronised_and_restored(shared_tmp_path, monkeypatch):
