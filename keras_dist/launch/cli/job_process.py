@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -64,7 +64,7 @@ def run_job(
     job = _Job(process)
     _prctl(_SUBREAPER, 1)  # orphans of mpiexec become children of this process
     others = _children()
-    previous = {number: signal.signal(number, job.pass_on) for number in PASSED_ON}
+    previous = {number: signal.signal(number, job.pass_on) for number in _heard(PASSED_ON)}
     previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, job.expire)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds or 0)
@@ -178,6 +178,11 @@ def _prctl(option: int, value: int) -> None:
         _libc_prctl(option, value, 0, 0, 0)
 
 
+def _heard(numbers: Iterable[int]) -> list[int]:
+    """Returns signals without SIGHUP, if this process was started with it ignored: by nohup."""
+    return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
 class EndRequested(BaseException):
     """Raised for a terminating signal; a `BaseException`, as `KeyboardInterrupt`."""
 
@@ -189,7 +194,7 @@ class EndRequested(BaseException):
 @contextlib.contextmanager
 def terminating_signals_raise() -> Iterator[None]:
     """Makes terminating signals raise within the context; a running job has its own handlers."""
-    previous = {number: signal.signal(number, _raise) for number in SIGNAL_CODES}
+    previous = {number: signal.signal(number, _raise) for number in _heard(SIGNAL_CODES)}
     # Its default action would end the launcher, but only ranks use it.
     # Unlike `SIG_IGN`, a handler is not inherited by started programs.
     previous[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda *_: None)

@@ -1,6 +1,7 @@
 """The connections of mpiexec to other hosts: what is noted when they end, and how the job ends."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -113,6 +114,20 @@ def test_a_success_of_mpiexec_is_one_if_all_connections_end(watched, noted, erro
     for found in (connections.lost(has_succeeded=True), connections.lost()):
         assert error in found
         assert bool(error) == bool(found)
+
+
+def test_a_launcher_under_nohup_ignores_the_end_of_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with job_process.terminating_signals_raise():
+            os.kill(os.getpid(), signal.SIGHUP)
+            words = ["sh", "-c", f"kill -HUP {os.getpid()}; sleep 0.2; exit 7"]
+            ended = job_process.run_job(words, dict(os.environ))
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert (ended.code, ended.signal) == (7, None)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(
