@@ -40,7 +40,7 @@ def main() -> int:
         parser.error("a script is missing")
     nodes, ranks, node = map(_number, ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK"))
     host, port = _variable("PET_MASTER_ADDR", "a host"), _number("PET_MASTER_PORT")
-    token, timeout = options.token_file.read_text().strip(), options.start_timeout
+    token, timeout = _token(options.token_file), options.start_timeout
     world = {"address": f"{host}:{port}", "token": token, "size": nodes * ranks, "timeout": timeout}
     started = _forward_termination()
     with contextlib.ExitStack() as stack:
@@ -90,6 +90,21 @@ def _exit_code(outcome: Any) -> int:
 def _first_failure(codes: list[int]) -> int:
     """Returns the first exit code other than 0. The system keeps 8 bits, which may be zeros."""
     return next((code & 0xFF or 1 for code in codes if code), 0)
+
+
+def _token(path: Path) -> str:
+    try:
+        token, received = path.read_text().strip(), f"{path}, which is empty"
+    except (OSError, UnicodeDecodeError) as error:
+        token, received = "", f"{path}: {error}"
+    if token:
+        return token
+    raise errors.LaunchError(
+        "[keras_dist.kubernetes]",
+        "--token-file to be a text file with the secret of the job",
+        received,
+        "Mount a Secret that has this file into each pod.",
+    )
 
 
 def _number(name: str) -> int:

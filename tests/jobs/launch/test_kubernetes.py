@@ -17,7 +17,8 @@ import pytest
 import yaml
 from start_jobs import BARE, HANG_SECONDS, launcher
 
-from keras_dist.kubernetes.__main__ import _exit_code, _first_failure
+from keras_dist import errors
+from keras_dist.kubernetes.__main__ import _exit_code, _first_failure, main
 from keras_dist.launch.interactive.outcome import Failure
 
 JOBS = Path(__file__).parents[3] / "examples" / "jobs"
@@ -307,3 +308,15 @@ def test_a_server_that_does_not_answer_is_logged_once(status_server, callback, m
     callback.on_train_end({})
     assert len(caplog.records) == 1 and "could not be posted" in caplog.text
     assert status_server == []
+
+
+@pytest.mark.parametrize(("content", "received"), [(None, "No such file"), (b" \n", "is empty")])
+def test_a_pod_without_its_secret_says_so(tmp_path, monkeypatch, content, received):
+    if content is not None:
+        (tmp_path / "token").write_bytes(content)
+    for name in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(f"PET_{name}", "1")
+    monkeypatch.setenv("PET_MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(sys, "argv", ["", "--token-file", str(tmp_path / "token"), "train.py"])
+    with pytest.raises(errors.LaunchError, match=f"secret of the job. Received: .*{received}"):
+        main()
