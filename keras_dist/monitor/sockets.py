@@ -59,8 +59,8 @@ def find_sockets() -> list[Path]:
 
 def remove_dead() -> None:
     """Removes sockets of this node without a listener, because the root was killed."""
-    node = f"{os.uname().nodename}-"
-    for path in (found for found in find_sockets() if found.name.startswith(node)):
+    node = os.uname().nodename  # the name of another node may begin with it
+    for path in (found for found in find_sockets() if found.name.rpartition("-")[0] == node):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(ANSWER_SECONDS)
             try:

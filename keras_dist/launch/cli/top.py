@@ -139,7 +139,7 @@ def _find(options: argparse.Namespace) -> Iterator[tuple[Job, Iterator[Job]]]:
 def _token(path: Path | None) -> str:
     try:
         return "" if path is None else path.read_text().strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise errors.ArgumentError(
             "[keras-dist top]",
             "--token-file to be the token file in the directory of the job's socket",

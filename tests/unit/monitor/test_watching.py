@@ -19,12 +19,12 @@ import pytest
 from start_jobs import wait_for
 
 from keras_dist import errors
-from keras_dist.launch.cli import top
+from keras_dist.launch.cli import main, top
 from keras_dist.monitor import gpu, prometheus, server
 from keras_dist.monitor.endpoints import serving_at_socket
 from keras_dist.monitor.report import Job, Report
 from keras_dist.monitor.server import Server
-from keras_dist.monitor.sockets import find_sockets, jobs_of, token_in
+from keras_dist.monitor.sockets import directory, find_sockets, jobs_of, remove_dead, token_in
 
 
 def test_a_report_is_a_line_of_json_that_any_reader_takes():
@@ -84,6 +84,24 @@ def test_the_user_of_a_job_needs_no_token(monkeypatch, tmp_path):
     assert path not in find_sockets()
     with pytest.raises(FileNotFoundError):  # the job has ended
         next(job)
+
+
+def test_the_socket_of_another_node_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = directory()
+    node = os.uname().nodename
+    for name in (f"{node}-1.socket", f"{node}-2-1.socket"):  # the directory may be shared
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(folder / name))
+    remove_dead()
+    assert [path.name for path in folder.iterdir()] == [f"{node}-2-1.socket"]
+
+
+def test_a_file_that_holds_no_token_is_named(tmp_path, capsys):
+    (tmp_path / "token").write_bytes(b"\xff\xfe")
+    words = ["top", "--address", "127.0.0.1:1", "--token-file", str(tmp_path / "token")]
+    assert main(words) == 2
+    assert "Expected --token-file to be the token file" in capsys.readouterr().err
 
 
 TOKEN = "a token that nobody guesses"
