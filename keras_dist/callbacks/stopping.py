@@ -80,6 +80,7 @@ class AgreeOnStoppingCallback(SessionCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agrees on a stop; Keras then stops after the first batch."""
         self._rounds = list(rounds_of(model_of(self)).values())
+        self._waits = False  # of an earlier `fit`, which has raised
         self._agree()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -216,6 +216,10 @@ class WriteScalars(SessionCallback):
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
 
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends the thread of an earlier `fit`, which has raised."""
+        self.on_train_end()
+
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to write, on the root; on another one where that has died."""
         if runtime.rank() == 0 and self._thread is None:

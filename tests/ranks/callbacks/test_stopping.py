@@ -83,6 +83,21 @@ def test_a_callback_behind_the_list_stops_all_after_the_same_step(hook, at, step
     assert steps_of(appended=appended) == steps
 
 
+def test_a_fit_forgets_the_stop_of_one_that_has_raised_within_a_round():
+    optimizer = keras.optimizers.SGD(0.1)
+    local_steps = keras_dist.LocalSteps(4)
+    model = make_model(keras_dist.DistributedOptimizer(optimizer, local_steps=local_steps))
+    raises = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: 1 / (batch < 1))
+    callbacks = keras_dist.callbacks(StopAt("on_train_batch_end", 1, rank=0))
+    data = make_data(20, seed=keras_dist.rank())
+    options = {"batch_size": 4, "verbose": 0}
+    with pytest.raises(ZeroDivisionError):
+        model.fit(*data, callbacks=[*callbacks, raises], **options)
+    steps = Steps()
+    model.fit(*data, epochs=2, callbacks=[steps, *callbacks], **options)
+    assert steps.count == 10
+
+
 def test_a_loss_that_is_no_number_on_one_rank_stops_all():
     weight = np.ones(20, "float32")
     if keras_dist.rank() == keras_dist.size() - 1:

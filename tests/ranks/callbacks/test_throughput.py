@@ -130,3 +130,17 @@ def test_waits_are_counted_where_they_happen(way):
     waited = _engine.wait.waited_seconds() - before
     assert (waited > 0.2) == (comm.rank > 0)
     other.free()
+
+
+def test_scalars_are_written_again_after_a_fit_that_has_raised(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(throughput.endpoints, "current", lambda: True)
+        patch.setattr(throughput.importlib.util, "find_spec", lambda name: True)
+        scalars = throughput.WriteScalars(tmp_path)
+    begun = []
+    monkeypatch.setattr(scalars, "_run", lambda: begun.append(True))
+    for _ in range(2):  # without `on_train_end`
+        scalars.on_train_begin()
+        scalars.on_epoch_begin(0)
+    scalars.on_train_end()
+    assert len(begun) == (2 if keras_dist.rank() == 0 else 0)
