@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -48,3 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     except KeyboardInterrupt:  # while no job is running
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of the output has seen enough, such as `head`
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())  # for the last flush of Python
+        return 128 + signal.SIGPIPE

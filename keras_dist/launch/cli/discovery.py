@@ -1,6 +1,7 @@
 """Host discovery: a script of the user, or a hostfile, names the hosts, also while a job runs."""
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -151,8 +152,9 @@ def _ranks(options: argparse.Namespace, slots: int) -> int:
 
 
 def tell(text: str) -> None:
-    """Prints a line of the launcher."""
-    print(f"keras-dist: {text}", file=sys.stderr, flush=True)
+    """Prints a line of the launcher; the job goes on if nobody reads it."""
+    with contextlib.suppress(OSError):
+        print(f"keras-dist: {text}", file=sys.stderr, flush=True)
 
 
 def ask(script: Sequence[str], seconds: float) -> Hosts:

@@ -5,7 +5,10 @@ import hashlib
 import json
 import os
 import pathlib
+import signal
 import struct
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -242,6 +245,16 @@ def test_the_command_lists_generations_and_names_damaged_parts(tmp_path, capsys)
     assert told.out.count("damaged: ") == 3 and "has no undamaged generation" in told.err
     assert main(["checkpoint", str(tmp_path / "nothing")]) == 1
     assert "has no generation" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    assert write(tmp_path) == 1
+    ours, theirs = os.pipe()
+    os.close(ours)
+    words = [sys.executable, "-m", "keras_dist.launch.cli", "checkpoint", str(tmp_path)]
+    ended = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_a_copy_of_a_generation_has_the_same_names_and_bytes(tmp_path):

@@ -1,6 +1,8 @@
 """The hosts of `keras-dist run`: given by options or by a batch system."""
 
 import argparse
+import errno
+import io
 import re
 import shlex
 import sys
@@ -17,6 +19,16 @@ from keras_dist.launch.cli.options import add_host_options
 OPEN_MPI = mpiexec.Library("Open MPI", (5, 0), "Open MPI v5.0")
 MPICH = mpiexec.Library("MPICH", (4, 2), "MPICH 4.2")
 INTEL = mpiexec.Library("Intel MPI", (2021, 14), "Intel(R) MPI Library 2021.14")
+
+
+def test_a_launcher_goes_on_if_nobody_reads_what_it_says(monkeypatch):
+    class Broken(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    discovery.tell("the job failed.")
+    assert sys.stderr.getvalue() == "keras-dist: the job failed.\n"
 
 
 @pytest.fixture
