@@ -279,6 +279,9 @@ def _watch() -> None:
     @functools.wraps(call)
     def combined(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         if (model := _owner(self)) is not None:
+            if keras.tree.is_nested(y_pred) and not keras.tree.is_nested(y_true):
+                # Keras takes the rows of a tensor for targets of outputs if there are as many.
+                y_true = [y_true]
             return _combined(call, model, self, y_true, y_pred, sample_weight)
         return call(self, y_true, y_pred, sample_weight)
 

@@ -187,6 +187,17 @@ def test_losses_are_those_of_one_process(case):
     assert_as_in_one_process(CASES[case], unequal(parts_of_rows()))
 
 
+@on_each_backend
+def test_as_many_rows_as_outputs_are_those_of_the_output_that_has_a_loss():
+    def make():
+        x = keras.Input((TOKENS,))
+        outputs = [keras.layers.Dense(1)(x) for _ in range(2)]
+        return keras.Model(x, outputs), {"loss": ["mse", None]}
+
+    two = [[(x[:2], y[:2]) for x, y in part] for part in parts_of_rows()]
+    assert_as_in_one_process(make, two)
+
+
 @on_tensorflow
 @pytest.mark.skipif(backend != "tensorflow", reason="others know the rows of a batch in advance")
 def test_losses_of_outputs_in_validation_are_those_of_one_process_where_rows_are_not_known():
