@@ -28,7 +28,8 @@ def graphs_of(stage: Any) -> Iterator[tf.Graph]:
         graph = waiting.pop()
         yield graph
         for op in graph.get_operations():
-            for attribute in op.node_def.attr.values():
+            # In an order that all ranks have: that of the map differs from process to process.
+            for _, attribute in sorted(op.node_def.attr.items()):
                 for name in (each.name for each in (attribute.func, *attribute.list.func)):
                     called = graph._get_function(name) if name and name not in seen else None
                     seen.add(name)

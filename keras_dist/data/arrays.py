@@ -68,7 +68,9 @@ def no_reader(data: str, options: ShardOptions) -> None:
 
 
 def _check(path: str, leaf: Any) -> None:
-    if np.ma.is_masked(leaf):  # numpy.asarray would drop the mask
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(
+        leaf
+    ):  # numpy.asarray would drop the mask
         raise errors.DataError(
             f"{path} to have no masked values", f"{np.ma.count_masked(leaf)}", "Use its filled()."
         )
@@ -160,13 +162,15 @@ def length_of(data: Any) -> int:
     """Returns the number of elements of a data set; raises if it has none."""
     try:
         total = getattr(data, "num_batches", None) if not hasattr(data, "__len__") else len(data)
-    except (TypeError, NotImplementedError):
-        total = None
+        cause = None
+    except (TypeError, NotImplementedError) as error:
+        total, cause = None, error
     # Infinite data has no length, or the largest integer.
     if total is None or total >= np.iinfo(np.int64).max:
         raise errors.DataError(
             "data with an end",
             f"a {type(data).__name__} without one",
-            "Give it a length, or pass a function that returns a generator, and steps.",
-        )
+            "Give it a length, or pass a function that returns a generator, and steps; of a sparse "
+            "matrix, pass toarray().",
+        ) from cause
     return int(total)

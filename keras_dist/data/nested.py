@@ -1,6 +1,6 @@
 """Kinds of data, told without a framework, and nested tuples, lists and dicts of arrays."""
 
-import math
+import itertools
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -67,7 +67,8 @@ def as_array(leaf: Any) -> np.ndarray:
         return _backends.load("torch").host_array(leaf)
     if is_a(leaf, "pandas", "DataFrame"):
         kinds = {dtype.kind for dtype in leaf.dtypes}
-        if "f" in kinds <= set("biuf"):  # booleans among numbers would become objects
+        is_plain = "b" not in kinds and all(isinstance(one, np.dtype) for one in leaf.dtypes)
+        if not is_plain and "f" in kinds <= set("biuf"):  # they would become objects
             return in_floatx(leaf.to_numpy("float64", na_value=np.nan))
     array = native(np.asarray(leaf))
     if is_a(leaf, "pandas", "DataFrame", "Series"):
@@ -103,39 +104,50 @@ def described(data: Any) -> list[str]:
 # --- Some rows of a data set, for comparison across ranks
 
 SOME = 8  # numbers of a row
+CLOSE = 0.01  # of the largest of them
 
 
 class SomeRows:
-    """Some numbers of a few rows; equal to others whose floats are close.
+    """Some numbers of a few rows; equal to others whose floats and bytes are close.
 
-    Ranks on other machines may have computed the last bits of floats otherwise.
+    Ranks on other machines may have computed floats, or decoded pictures, a little otherwise.
     """
 
     def __init__(self, data: Any, count: int):
         positions = sorted({0, count // 2, count - 1})
-        self._values = [
-            [_some(np.asarray(array[position])) for position in positions]
-            for _, array in leaves(data)
+        self._values = {
+            path: [_some(np.asarray(array[position])) for position in positions]
+            for path, array in leaves(data)
             if array.dtype.kind in "biufSU"
-        ]
+        }
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SomeRows) and _alike(self._values, other._values)
+        return isinstance(other, SomeRows) and all(
+            map(
+                _alike,
+                itertools.chain(*self._values.values()),
+                itertools.chain(*other._values.values()),
+            )
+        )
 
     def __repr__(self) -> str:
-        return reprlib.repr(self._values)
+        shown = reprlib.Repr()
+        shown.maxlist = SOME
+        return shown.repr(self._values)
 
 
-def _some(row: np.ndarray) -> list[Any]:
+def _some(row: np.ndarray) -> np.ndarray:
     numbers = row.ravel()
-    some: list[Any] = numbers[:: max(1, numbers.size // SOME)][:SOME].tolist()
-    return some
+    some = numbers[:: max(1, numbers.size // SOME)][:SOME]
+    return some.astype("float64") if some.dtype.kind == "f" or some.dtype == np.uint8 else some
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, float) and isinstance(other, float):
-        both_nan = math.isnan(one) and math.isnan(other)
-        return both_nan or math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6)
-    return bool(one == other)
+def _alike(one: np.ndarray, other: np.ndarray) -> bool:
+    if one.shape != other.shape or one.dtype.kind != "f":
+        return np.array_equal(one, other)
+    finite = np.isfinite(one)
+    if not np.array_equal(one[~finite], other[~finite], equal_nan=True):
+        return False
+    one, other = one[finite], other[finite]
+    scale = np.abs(one).max(initial=0)
+    return bool(np.all(np.abs(one - other) <= CLOSE * scale))

@@ -1,6 +1,7 @@
 """`shard`: distributes data of any kind over the ranks of the job, by the module of its kind."""
 
 import dataclasses
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -289,7 +290,9 @@ def _source(data: Any, options: ShardOptions) -> consistency.Source:
         from keras_dist.data.torch_loader import TorchSource
 
         return TorchSource(data, options)
-    if isinstance(data, Mapping) and not isinstance(next(iter(data.keys()), None), int):
+    if isinstance(data, Mapping) and not isinstance(
+        next(iter(data.keys()), None), numbers.Integral
+    ):
         raise errors.ArgumentTypeError(
             "a dict of arrays", f"a {type(data).__name__}", "Pass dict(data), or what it holds."
         )

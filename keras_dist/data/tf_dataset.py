@@ -64,7 +64,8 @@ class TfSource:
         # Keras draws the seed of a shuffle, and shuffles by it before the pipeline begins.
         replaced = seeds_given[: len(seeds_given) - len(seeds)]
         drawn = [pair for pair in replaced if pair[0] == tf_order.NO_SEED]
-        self.facts.append(Fact("the seed of its last shuffle", drawn, ORDER))
+        if not options.draws:
+            self.facts.append(Fact("the seed of its last shuffle", drawn, ORDER))
         if seeds and self.epochs.not_restored is None:
             self.epochs.not_restored = "a tf.data.Dataset that shuffles before shard() sees it"
 

@@ -47,7 +47,7 @@ def unordered(dataset: tf.data.Dataset) -> str | None:
         )
         if racing or any(_is_nondeterministic(op.node_def) for op in operations):
             return "one with deterministic=False in map() or interleave()"
-        chooses = private.is_filter(stage) or any(op.type == INDEX_OP for op in operations)
+        chooses = private.is_filter(stage) or any(map(_shuffles_by_unknown_seed, operations))
         if chooses and any(map(_draws, operations)):
             return "one whose elements are chosen by random numbers without a seed"
     return None
@@ -133,6 +133,16 @@ def function_ops(stage: Any) -> Iterator[Any]:
 def _draws(op: Any) -> bool:
     attributes = op.node_def.attr
     return op.type.startswith(STATEFUL_OPS) and not attributes["seed"].i | attributes["seed2"].i
+
+
+def _shuffles_by_unknown_seed(op: Any) -> bool:
+    return op.type == INDEX_OP and not _is_constant(op.inputs[1])
+
+
+def _is_constant(tensor: Any) -> bool:
+    op = tensor.op
+    is_given = op.type == "Placeholder" or op.op_def.is_stateful
+    return not is_given and all(map(_is_constant, op.inputs))
 
 
 def _is_nondeterministic(node: Any) -> bool:

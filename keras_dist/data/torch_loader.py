@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     ConcatDataset,
@@ -43,7 +44,7 @@ class TorchSource(IndexedSource):
         facts = [Fact("the kind of data", f"torch {type(data).__name__}", WHOLE)]
         super().__init__(length_of(data), None, None, facts, options)
         if not options.draws:
-            self.facts.append(Fact("what its parts hold", list(_held(data)), SEEDED))
+            self.facts.append(Fact("the data in memory", list(_held(data)), SEEDED))
         if not self._loader_options.get("in_order", True):
             self.epochs.not_restored = "a DataLoader with in_order=False"
 
@@ -72,14 +73,13 @@ class PartSampler(torch.utils.data.Sampler):
 def _held(data: Any) -> Iterator[object]:
     """Yields indices, digested, and rows of the parts of a data set that hold them in memory."""
     if isinstance(data, Subset):
-        indices = as_array(data.indices)
-        text = indices.tobytes() if indices.dtype.kind in "biu" else repr(data.indices).encode()
-        yield hashlib.blake2b(text, digest_size=6).hexdigest()
+        with contextlib.suppress(AttributeError):  # a subclass may have none
+            yield _indices(data.indices)
         yield from _held(data.dataset)
-    elif isinstance(data, TensorDataset) and len(data):
-        rows = [len(data) // 2, len(data) - 1]
+    elif isinstance(data, TensorDataset):
         # Of sparse, nested and quantized tensors there are no rows, or numpy cannot hold them.
-        with contextlib.suppress(errors.ArgumentTypeError, RuntimeError):
+        with contextlib.suppress(errors.ArgumentTypeError, RuntimeError, IndexError):
+            rows = [len(data.tensors[0]) // 2, len(data.tensors[0]) - 1]
             yield SomeRows(tuple(as_array(tensor[rows]) for tensor in data.tensors), len(rows))
     elif isinstance(data, ConcatDataset | StackDataset):
         parts = data.datasets.values() if isinstance(data.datasets, dict) else data.datasets
@@ -87,9 +87,19 @@ def _held(data: Any) -> Iterator[object]:
             yield from _held(part)
 
 
+def _indices(indices: Sequence[Any]) -> str:
+    """Returns a text that differs where indices of a `Subset` do."""
+    try:
+        text = np.asarray(indices).tobytes()
+    except ValueError:  # keys of several lengths
+        text = repr(indices).encode()
+    digest = hashlib.blake2b(text, digest_size=6).hexdigest()
+    return f"a Subset of {len(indices)} indices from {indices[:3]!r} on, digest {digest}"
+
+
 def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None) -> DataLoader:
     """Returns a loader of the batches of a whole data set that belong to one rank, in turn."""
-    if loader.batch_sampler is None or isinstance(loader.sampler, RandomSampler):
+    if loader.batch_sampler is None or _shuffles(loader.sampler):
         raise errors.ArgumentError(
             "a DataLoader of batches that keeps the order",
             f"a DataLoader with a {type(loader.sampler).__name__}",
@@ -99,11 +109,15 @@ def every_nth_batch(loader: DataLoader, rank: int, size: int, steps: int | None)
     return DataLoader(loader.dataset, batch_sampler=batches, **options_of(loader))
 
 
+def _shuffles(sampler: Any) -> bool:
+    # The loader of torchdata that saves its state has a sampler of its own.
+    return isinstance(sampler, RandomSampler) or is_a(sampler, "torchdata", "RandomSampler")
+
+
 def _as_loaded(loader: DataLoader, options: ShardOptions) -> ShardOptions:
     """Returns the options, completed with the settings of the loader."""
     sampler = loader.sampler
-    # The loader of torchdata that saves its state has a sampler of its own.
-    shuffles = isinstance(sampler, RandomSampler) or is_a(sampler, "torchdata", "RandomSampler")
+    shuffles = _shuffles(sampler)
     known = isinstance(sampler, SequentialSampler) or (shuffles and not draws(sampler))
     if loader.batch_size is None or not known:
         own = loader.batch_sampler if loader.batch_size is None else sampler

@@ -158,7 +158,9 @@ def _is_array(data: Any) -> bool:
 
 def _as_numpy(value: Any) -> np.ndarray:
     """Returns an array or tensor as a numpy array; raises if values are masked."""
-    if np.ma.is_masked(value):  # `numpy.asarray` would drop the mask
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(
+        value
+    ):  # `numpy.asarray` would drop the mask
         raise ValueError("masked values, which filled() of the array replaces")
     tensor = keras.ops.is_tensor(value)
     return np.asarray(keras.ops.convert_to_numpy(value) if tensor else value)

@@ -17,6 +17,7 @@ from data_sources import PyBatches, Samples, TorchSamples
 import keras_dist
 from keras_dist import data, errors
 from keras_dist.data import epochs, sharding
+from keras_dist.data.nested import SomeRows
 from keras_dist.data.shard_options import ShardOptions
 
 pytestmark = pytest.mark.skipif(keras_dist.size() > 1, reason="for one process")
@@ -162,6 +163,30 @@ def test_ranks_whose_windows_keras_has_shuffled_differently_are_refused():
         on_ranks(2, lambda: data.shard(windows()))
     samples = flat([epoch_of(part) for part in on_ranks(2, lambda: data.shard(windows(seed=1)))])
     assert sorted(samples) == list(range(20))
+
+
+# Rows of an array, those of the same row on another rank, and whether they are taken for equal.
+ROWS = {
+    "the order of sums": ([1000.0, 1e-8], [1000.1, -1e-8], True),
+    "zeros": ([0.0, 0.0], [0.0, 0.0], True),
+    "missing": ([1.0, np.nan], [1.0, np.nan], True),
+    "missing in one": ([1.0, np.nan], [1.0, 2.0], False),
+    "infinite": ([1.0, np.inf], [1.0, -np.inf], False),
+    "numbers": ([1.0, 2.0], [1.1, 2.0], False),
+    "half floats": (np.array([1, 2], "float16"), np.array([1.001, 2], "float16"), True),
+    "decoded pictures": (np.array([200, 7], "uint8"), np.array([201, 6], "uint8"), True),
+    "classes": (np.array([3, 7], "uint8"), np.array([4, 7], "uint8"), False),
+    "tokens": ([10001, 2], [10002, 2], False),
+    "text": (["a", "b"], ["a", "c"], False),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_of_ranks_are_compared_as_far_as_ranks_compute_them_alike(rows):
+    one, other, are_equal = ROWS[rows]
+    known, found = (SomeRows(np.stack([np.asarray(row)] * 3), 3) for row in (one, other))
+    assert (known == found) == (found == known) == are_equal
+    assert known == known and "..." not in repr(known)
 
 
 def test_batches_of_an_abandoned_epoch_are_discarded():

@@ -178,6 +178,12 @@ ORDERS = {
     "sorted files": (lambda _: tf.data.Dataset.list_files("/etc/*", shuffle=False), False),
     "seed": (lambda dataset: dataset.shuffle(5, seed=1), False),
     "map": (lambda dataset: dataset.map(lambda x: x, num_parallel_calls=2), False),
+    "seeded index beside noise": (
+        lambda dataset: dataset.map(
+            lambda n: (tf.random.experimental.index_shuffle(n, (1, 2), 19), random())
+        ),
+        False,
+    ),
     "noise": (lambda dataset: dataset.map(lambda n: n + random(maxval=2, dtype=n.dtype)), False),
     "seeded filter": (lambda dataset: dataset.filter(lambda n: random(seed=1) < 0.9), False),
     "seed within interleave": (interleave(lambda n: numbers(n).shuffle(3, seed=2)), False),
