@@ -8,7 +8,6 @@ told. mpiexec of MPICH fails if ssh does, so that options of ssh suffice. Import
 import argparse
 import contextlib
 import itertools
-import os
 import shlex
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from keras_dist.launch.cli.mpiexec import Library
 
 MAX_UNANSWERED = 4  # messages to a host
 POLL_SECONDS = 0.05  # between looks whether connections have ended
-EXTRA = "HYDRA_LAUNCHER_EXTRA_ARGS"  # MPICH's name of further options of ssh
 RUNS = "runs"  # the note of a connection that has not ended
 SSH_FAILED = 255  # exit code of ssh for errors of its own, such as a host that does not answer
 
@@ -38,8 +36,9 @@ def agent_command(ssh: str, notes: Path, limit: int) -> list[str]:
 def read_notes(notes: Path) -> dict[str, int | None]:
     """Returns the hosts that were entered, and the exit code of ssh for each; `None`: it runs."""
     lines = notes.read_text().splitlines() if notes.exists() else []
-    found = map(str.split, lines)
-    return {host: int(code) if code != RUNS else None for host, code in found}
+    # A disk that is full may have cut a line.
+    found = [words for words in map(str.split, lines) if len(words) == 2]
+    return {host: int(code) if code.lstrip("-").isdecimal() else None for host, code in found}
 
 
 def main() -> int:
@@ -52,7 +51,10 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     _note(options, RUNS)
-    words = [options.ssh, "-x", *_alive_options(options.limit), options.host, *options.command]
+    # As a master of connections, ssh would live until the last of other jobs and of the user ends.
+    alone = ["-o", "ControlMaster=no"]
+    settings = [*alone, *_alive_options(options.limit)]
+    words = [options.ssh, "-x", *settings, options.host, *options.command]
     code = subprocess.call(words, preexec_fn=end_with_parent)
     _note(options, str(code))
     return code if code >= 0 else 128 - code  # the convention of shells
@@ -125,8 +127,7 @@ class Connections:
 
 def _variables(library: Library, ssh: str, notes: Path, limit: int) -> dict[str, str]:
     if library.vendor == "MPICH" and limit:
-        given = os.environ.get(EXTRA, "")  # the first value of an option of ssh holds
-        return {EXTRA: " ".join([*given.split(), *_alive_options(limit)])}
+        return {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(_alive_options(limit))}
     words = agent_command(ssh, notes, limit)
     # PRRTE divides a command at its blanks.
     is_usable = library.survives_rank_loss and shlex.join(words) == " ".join(words)
@@ -141,7 +142,7 @@ def watched_connections(
 
     Yields a function that returns those of a further start.
     """
-    with tempfile.TemporaryDirectory(prefix="keras_dist-") as folder:
+    with tempfile.TemporaryDirectory(prefix="keras_dist-", ignore_cleanup_errors=True) as folder:
         numbers = itertools.count()
 
         def connect() -> Connections:

@@ -225,6 +225,9 @@ class Soak:
             raise Wrong("the job without faults failed")
         wanted = self.read(plain, 0)
         # A rank that is killed between its backup and its note has none of that step.
+        without = max(sum(at not in bits for at in wanted) for bits in found)
+        if without > self.restarts() + self.launches:
+            self.wrong.append(f"a rank has no note of {without} steps")
         pairs = [[(bits.get(at, text), text) for bits in found] for at, text in wanted.items()]
         same = sum(all(mine == text for mine, text in pair) for pair in pairs)
         self.equal = f"{same} of {len(wanted)}"

@@ -120,7 +120,6 @@ def test_a_job_whose_mpiexec_notices_a_lost_host_first_restarts(run, open_mpi):
     variables = {**LIMITS, "KERAS_DIST_STALL_ABORT_SECONDS": "10"}
     launches = ["--max-restarts", "1", "--standby", "0"]
     code, printed = run(open_mpi, kill_for_a_second, launches=launches, **variables)
-    assert "PRTE has lost communication" in printed, printed
     assert "of ssh to host2" in printed, printed
     assert code == 0 and printed.count("ends well") == 2, printed
 

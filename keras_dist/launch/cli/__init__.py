@@ -1,6 +1,7 @@
 """The command `keras-dist`. Imports no framework."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import signal
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.act(options)
     except errors.KerasDistError as error:
-        print(f"keras-dist: {error}", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it
+            print(f"keras-dist: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:  # while no job is running
         return 128 + signal.SIGINT

@@ -83,6 +83,7 @@ def run_job(
             job.process.send_signal(number)
         with _beside(lambda has_ended: job.end_without(lost, has_ended)), _beside(follow):
             code = job.process.wait()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         if lost(code == 0):
             code = LOST_CODE if code <= 0 else code  # ended by this process, or 0 in error
         # Later signals belong to the caller, after the job is gone.

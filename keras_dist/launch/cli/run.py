@@ -167,6 +167,7 @@ def _run_with_restarts(
     standby: Standby | None,
 ) -> int:
     failures = 0  # starts after a change of the hosts do not count
+    in_vain = 0  # failures in a row without a step
     following = connect()
     for restart, command in enumerate(commands):
         environment[RESTART] = str(restart)
@@ -201,7 +202,8 @@ def _run_with_restarts(
                 tell(f"the job failed with exit code {code}, after {max_restarts} restarts.")
             return code
         progressed = standby is not None and standby.has_progressed
-        pause = 0 if progressed else min(2**failures, MAX_PAUSE_SECONDS)
+        in_vain = 0 if progressed else in_vain + 1
+        pause = 0 if progressed else min(2 ** (in_vain - 1), MAX_PAUSE_SECONDS)
         if time.monotonic() + pause >= end:
             tell(f"the job failed with exit code {code} at its time limit (--timeout).")
             return code

@@ -1,7 +1,9 @@
 """`keras-dist run`: the command of its options, and invalid options."""
 
+import contextlib
 import itertools
 import os
+import re
 import shlex
 import sys
 import time
@@ -222,6 +224,27 @@ def test_starts_on_other_hosts_are_no_restarts(ends, capsys, tmp_path):
         "keras-dist: the job failed with exit code 7. Restart 2 of 2 in 0 s.",
         "keras-dist: the job failed with exit code 7, after 2 restarts.",
     ]
+
+
+def test_pauses_grow_with_failures_in_a_row_that_took_no_step(ends, capsys, monkeypatch):
+    have_progressed = iter([False, False, True, False, False])
+
+    class Standby:
+        has_progressed = property(lambda self: next(have_progressed))
+
+        def take(self, *given):
+            return None
+
+        def prepare(self, *given):
+            pass
+
+    run = "keras_dist.launch.cli.run"
+    monkeypatch.setattr(f"{run}.standing_by", lambda *given: contextlib.nullcontext(Standby()))
+    monkeypatch.setattr(f"{run}.MAX_PAUSE_SECONDS", 30)
+    monkeypatch.setattr(f"{run}.time.sleep", lambda seconds: None)
+    ends(*[7] * 6)
+    assert main(["run", "-np", "1", "--max-restarts", "5", HERE]) == 7
+    assert re.findall(r" in (\d+) s\.", capsys.readouterr().err) == ["1", "2", "0", "1", "2"]
 
 
 @pytest.mark.parametrize(
