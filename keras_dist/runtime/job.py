@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ _log = logging.getLogger("keras_dist")
 _sets: ProcessSetTable | None = None  # with the communicator of all ranks
 _detached: str | None = None  # why this process is not a rank any more
 _fit_set = OfCall[ProcessSet | None](None)  # of the running fit
-_first_use = threading.RLock()  # by several threads at once
+_connecting = threading.RLock()  # by several threads at once
 
 
 def init(
@@ -71,12 +72,17 @@ def init(
     print(keras_dist.rank(), "of", keras_dist.size())
     ```
     """
-    global _sets
     requested: Any = [] if process_sets is None or process_sets == "dynamic" else process_sets
-    if _sets is not None:
-        if new := without_id(requested):
-            _sets.add(lambda: check_process_sets(new), "init")
-        return
+    with _connecting:
+        if _sets is None:
+            _connect(comm, requested)
+            return
+    if new := without_id(requested):
+        _sets.add(lambda: check_process_sets(new), "init")
+
+
+def _connect(comm: Any, requested: Any) -> None:
+    global _sets
     if _detached is not None:
         raise errors.LaunchError(
             "[keras_dist]",
@@ -118,8 +124,10 @@ def shutdown() -> None:
     """
     global _sets
     if _sets is not None:
-        # What follows would wait for the others in silence.
-        _engine.collectives.wait_for_end([_sets.job], _engine.wait.SHUTDOWN)
+        # What follows would wait for the others in silence. Ctrl-C may have ended an operation of
+        # the ranks in the middle, so that they cannot meet again.
+        if not isinstance(sys.exception(), KeyboardInterrupt):
+            _engine.collectives.wait_for_end(communicators(), _engine.wait.SHUTDOWN)
         events.publish(events.JOB_ENDING, _sets.job)
         _sets.free()
         _sets = None
@@ -337,14 +345,15 @@ def _watch_forks() -> None:
 
 
 def _detach_child() -> None:
+    global _connecting
+    _connecting = threading.RLock()  # another thread may have held it
     detach(f"process {os.getpid()}, which was forked from it and is not a rank")
     _engine.tracing.forget_trace()
 
 
 def _process_sets() -> ProcessSetTable:
     if _sets is None:
-        with _first_use:
-            init()
+        init()
     if _sets is None:
         raise errors.LaunchError("keras_dist could not be initialized.")
     return _sets
