@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.lib.stride_tricks import as_strided
 
-from keras_dist._backends.tensorflow_order import write_order
+from keras_dist._backends.tensorflow_order import NAME, write_order
 from keras_dist._compat.tensorflow import is_recorded
 from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
@@ -128,8 +128,6 @@ def _address_of(tensor: Any) -> int:
     return (described.data or 0) + int(described.byte_offset)
 
 
-# XLA shows the name in the error about an operation that it cannot compile.
-NODE = "keras_dist_calls_the_host.leave_out_jit_compile"
 # Bytes of a cache line: TensorFlow splits without a copy only at its boundaries.
 LINE = 64
 
@@ -199,11 +197,11 @@ def _call(
     place: Any = tf.numpy_function,
 ) -> list[Any]:
     if tf.executing_eagerly():
-        outputs = place(function, tensors, dtypes, name=NODE)
+        outputs = place(function, tensors, dtypes, name=NAME)
     else:
         before = write_order()
         with tf.control_dependencies([before]):
-            outputs = place(function, tensors, dtypes, name=NODE)
+            outputs = place(function, tensors, dtypes, name=NAME)
         with tf.control_dependencies(tf.nest.flatten(outputs)):
             write_order()
     if not dtypes:

@@ -5,6 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# XLA shows the name in the error about a function that it cannot compile.
+NAME = "keras_dist_calls_the_host.leave_out_jit_compile"
+
 
 def write_order() -> Any:
     """Adds an operation that writes a variable, before and after each host call of a graph.
@@ -21,6 +24,6 @@ def write_order() -> Any:
 def _order_handle() -> Any:
     # No `tf.Variable`: a `tf.function` that makes one in its first call is traced twice.
     with tf.init_scope(), tf.device("CPU:0"):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name="keras_dist_order")
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=(), shared_name=NAME)
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0, tf.int64))
         return handle

@@ -64,11 +64,15 @@ RULES = tuple(
         "tracing a step would take longer",
         on_use=True,
     )
-    for name in ("CONVERSION_RULES", "DoNotConvert")
+    for name in ("CONVERSION_RULES", "DoNotConvert", "Convert")
 )
 
 CONTRACT = (RECORD, *RULES)
 
 if has(*RULES):  # AutoGraph calls functions of this package as they are, as it does those of Keras
     _config = RULES[0].resolve()
-    _config.CONVERSION_RULES = (_config.DoNotConvert("keras_dist"), *_config.CONVERSION_RULES)
+    _config.CONVERSION_RULES = (
+        _config.Convert("keras_dist.training"),  # calls methods of the optimizers of users
+        _config.DoNotConvert("keras_dist"),
+        *_config.CONVERSION_RULES,
+    )

@@ -247,6 +247,30 @@ def test_autograph_converts_functions_of_the_script_only(monkeypatch):
     assert converted == {__name__}
 
 
+class Cautious(keras.optimizers.SGD):
+    """An optimizer with a condition that AutoGraph converts."""
+
+    def apply_gradients(self, grads_and_vars):
+        [(gradient, variable)] = grads_and_vars
+        scale = 1.0
+        if tf.reduce_sum(gradient) > 0:
+            scale = 0.5
+        return super().apply_gradients([(scale * gradient, variable)])
+
+
+def test_autograph_converts_the_optimizer_of_a_script():
+    optimizer = keras_dist.DistributedOptimizer(Cautious(1.0))
+    weight = keras.Variable([0.0])
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply_gradients([(gradient, weight)])
+
+    step(tf.constant([1.0]))
+    step(tf.constant([-1.0]))
+    assert np.asarray(weight) == [0.5]
+
+
 # --- Errors
 
 
