@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_dist import _backends, _engine, runtime
+from keras_dist import _backends, _engine, errors, runtime
 from keras_dist._compat.keras.callbacks import KerasBackup, model_of
 from keras_dist._compat.keras.models import has_weights, initial_epoch_from
 from keras_dist.callbacks.callback_states import CallbackStates
@@ -122,7 +122,10 @@ class ResumingCallback(SessionCallback, KerasBackup):
         initial_epoch_from(self.model, None)  # otherwise the next fit would start at that epoch
         if self.delete_checkpoint:
             verify_before_writing(self.model, ENDING)
-            self._store.remove()
+            try:
+                self._store.remove()
+            except errors.CheckpointError as error:  # training has ended well
+                runtime.notify(str(error))
         self._store.end()
 
     def save_now(self) -> bool:

@@ -108,6 +108,8 @@ def _unlink_unused(paths: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):  # in use, of another user, or gone
             file = os.open(path, os.O_RDWR)
             try:
+                if os.fstat(file).st_uid != os.getuid():
+                    continue
                 fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
                 fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
                 os.unlink(path)
