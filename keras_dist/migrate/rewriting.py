@@ -61,6 +61,7 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         self.notes: list[Note] = []
         self._aliases: set[str] = set()  # the name of Horovod in the script
         self._binds_package = False  # an import without `as` binds the name `horovod`
+        self._left: set[str] = set()  # modules that the script imports as before, without `as`
 
     # --- Imports
 
@@ -70,7 +71,9 @@ class _Rewriter(m.MatcherDecoratableTransformer):
             if _is_horovods(name):
                 bound, module = alias.evaluated_alias or name, _new_module(name)[0]
                 self._aliases |= {bound, module or bound}
-                self._binds_package |= alias.asname is None and module is not None
+                if alias.asname is None:
+                    self._binds_package |= module is not None
+                    self._left |= {name} if module is None else set()
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = _module_of(node)
@@ -127,6 +130,9 @@ class _Rewriter(m.MatcherDecoratableTransformer):
 
     # --- Names, in the code that follows
 
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        return get_full_name_for_node(node) not in self._left
+
     def leave_Attribute(self, node: cst.Attribute, updated: cst.Attribute) -> cst.BaseExpression:
         name = get_full_name_for_node(node) or ""
         holder, _, attribute = name.rpartition(".")
@@ -135,7 +141,8 @@ class _Rewriter(m.MatcherDecoratableTransformer):
         # `import horovod.torch` without a name of its own.
         if name in MODULES and name in self._aliases:
             return _dotted(MODULES[name])
-        if holder == "horovod" and self._binds_package and name not in GONE_MODULES:
+        is_left = any(f"{left}.".startswith(f"{name}.") for left in self._left)
+        if holder == "horovod" and self._binds_package and name not in GONE_MODULES and not is_left:
             return updated.with_changes(value=cst.Name("keras_dist"))
         return updated
 

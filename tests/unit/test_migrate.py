@@ -156,6 +156,23 @@ if hvd.rank() == 0:
 """
 
 
+@pytest.mark.parametrize(
+    ("module", "use"),
+    [
+        ("horovod.common.util", "horovod.common.util.f(horovod.common)"),
+        ("horovod.torch.util", "horovod.torch.util.f(horovod.torch.util)"),
+        ("horovod.tensorflow.data", "horovod.tensorflow.data.f()"),
+        ("horovod.spark", "horovod.spark.run(f)"),
+    ],
+)
+def test_names_of_modules_that_are_left_stay_too(migrate, module, use):
+    left = f"import {module}\n{use}\n"
+    before = f"import horovod.torch\n{left}horovod.torch.rank()\n"
+    _, _, notes, text = migrate(before, "--write")
+    assert text == f"import keras_dist.torch\n{left}keras_dist.torch.rank()\n"
+    assert notes.startswith("2: ")
+
+
 def test_what_is_left_to_the_user_is_named_by_line(migrate):
     assert migrate(OLD)[0] == 1
     code, _, notes, text = migrate(OLD, "--write")
