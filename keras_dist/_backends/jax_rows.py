@@ -37,7 +37,7 @@ def known_rows(
 
 
 def table_of(rows: Any, place: Any) -> Any:
-    """Returns the table, at a place, of which these are the `TableRows`, each once, for JAX."""
+    """Returns, as a JAX array at `place`, the table of which these are the rows, each once."""
     length, count = rows.shape[0], len(rows.indices)
     # One of few sizes, since each is compiled: further rows lie outside the table.
     size = 1 << max(0, count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""The torch backend: the engine reads gradients where they are. Without `torch.distributed`."""
+"""The torch backend, without `torch.distributed`: the engine reads gradients where they are."""
 
 import contextlib
 import functools

@@ -1,7 +1,7 @@
 """Overlaps the reduction of gradients with backpropagation on torch, see decision 23.
 
-The hooks act only within a train step, which is the same on all ranks: a backward pass that a
-script calls itself, possibly on one rank only, queues nothing.
+The hooks of parameters act only within a train step, which is the same on all ranks: a backward
+pass that a script calls itself, possibly on one rank only, queues nothing.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The contract with a framework: the private names that keras_dist uses, and their checks.
 
-A method that is overridden under its old name is never called, and training would continue without
-the reduction. `check` finds it before the first step. Names that only some scripts need are checked
-where they are first used, by `require`.
+A framework may rename what it does not document. A method that is overridden under its old name is
+never called, and training would continue without the reduction. `check` finds it before the first
+step. Names that only some scripts need are checked where they are first used, by `require`.
 """
 
 import dataclasses

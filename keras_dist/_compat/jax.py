@@ -96,8 +96,8 @@ def emit_buffer_callback(
 
 
 def put_like(array: np.ndarray, like: Any) -> Any | None:
-    """Returns an array in place as one of JAX, as `like`; `None` if `jax.device_put` must."""
-    # In a tenth of the time of `jax.device_put`, which works out shape and device again.
+    """Returns an array, in place, as a JAX array like another; `None` if `jax.device_put` must."""
+    # Takes a tenth of the time of `jax.device_put`, which works out shape and device again.
     sharding = like.sharding
     if not isinstance(sharding, jax.sharding.SingleDeviceSharding) or not has(PUT):
         return None

@@ -1,4 +1,4 @@
-"""The engine, without frameworks: numpy arrays in and out. Other packages use these names only."""
+"""The engine, without frameworks: numpy arrays in and out. Others use only the names below."""
 
 from keras_dist._engine import collectives, point_to_point, tracing
 from keras_dist._engine.arithmetic import ReduceOp, parse_factor, parse_op

@@ -13,7 +13,7 @@ WHERE = "[keras_dist]"
 
 @dataclasses.dataclass(frozen=True)
 class GradientCompression:
-    """A compression for gradients of an optimizer, to which a rank adds what it has not sent."""
+    """A compression of gradients: a rank adds to each what it has not sent in earlier steps."""
 
     start_step: int = 0
 

@@ -1,4 +1,4 @@
-"""Numbers in 8 or 4 bits, with a scale for each block, and bits as those of `low_rank`. Pure."""
+"""Numbers in 8 or 4 bits, with a scale for each block: the same bits on every processor. Pure."""
 
 from collections.abc import Iterator
 

@@ -40,7 +40,7 @@ class Mailbox:
     def close(self, check: Callable[[], None] = lambda: None) -> None:
         """Closes the mailbox; no message is lost. Collective: every rank; blocks."""
         # A sender knows that its messages have been received (Issend). A rank enters the barrier
-        # then, and receives those of others until all have entered.
+        # when its own have been, and receives those of others until all have entered.
         barrier = None
         while barrier is None or not barrier.Test():
             self.receive()

@@ -203,7 +203,7 @@ class BackgroundWriter:
         self._pending: tuple[str, futures.Future[None]] | None = None
 
     def write(self, save: Save, filepath: str, nbytes: int = 0) -> None:
-        """Serialises to a temporary file, which a thread copies; `wait` for the last one before."""
+        """Serialises to a temporary file, which a thread copies. Call `wait` before the next."""
         directory = pathlib.Path(tempfile.gettempdir())
         with beside(directory / f"keras_dist-{pathlib.Path(filepath).name}") as local:
             write_atomically(save, str(local), nbytes)

@@ -103,10 +103,10 @@ def verify_before_writing(
     model: keras.Model, moment: str = WRITING, check: Callable[[keras.Model], None] | None = None
 ) -> dict[int, np.ndarray]:
     """Checks replicas before a file is written or removed. Collective; blocks."""
-    # Ends a round of local steps and averages non-trainable weights first.
     if not are_replicas(model):
-        # The optimizers of the model do not reduce over all ranks.
         return {}
+    # Replicas differ within a round of local steps, and in non-trainable weights until these are
+    # averaged.
     end_rounds(model)
     own = average_statistics(model)
     if check is None:

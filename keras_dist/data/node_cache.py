@@ -169,6 +169,7 @@ def _bar(fetch: Fetch) -> Iterator[Callable[[Sequence[_Report]], None]]:
     """Shows the progress of all nodes on rank 0: a bar, or lines without a terminal."""
     from rich import console, progress
 
+    # Under mpiexec a rank has no terminal.
     is_terminal = console.Console().is_terminal
     bar = progress.Progress(
         progress.TextColumn("{task.description}"),

@@ -16,7 +16,7 @@ Way = Literal["rank", "global", "draw"]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The samples of a rank, of which `i % size` is the rank; all ranks have as many steps."""
+    """The samples of a rank: sample i belongs to rank `i % size`. All ranks have as many steps."""
 
     rank: int
     size: int

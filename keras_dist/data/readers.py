@@ -1,4 +1,7 @@
-"""Rows in HDF5 and `.npy` files: where they are, and readers, of a rank or for others, alike."""
+"""Rows in HDF5 and `.npy` files: where they are, from file headers, and readers of them.
+
+Each rank reads for itself, or some ranks send the others theirs. Both return the same rows.
+"""
 
 import dataclasses
 import mmap
@@ -201,7 +204,7 @@ def _keep(free: list[mmap.mmap], memory: mmap.mmap) -> None:
 
 
 class FileReader:
-    """Reads rows from files, in this process or a fork: contiguous ones without HDF5's one lock."""
+    """Reads rows from files, in this process or in a fork of it."""
 
     def __init__(self, columns: Sequence[Column], open_flat: Callable[[str], Any] | None = None):
         self._columns, self._buffers = columns, RowBuffers(columns)
@@ -242,7 +245,7 @@ class FileReader:
         offset = segment.offset
         file = self._file(segment.path, offset is not None)
         try:
-            if offset is not None:
+            if offset is not None:  # contiguous: without HDF5, which serves one thread at a time
                 target = rows.reshape(-1).view(np.uint8)
                 file.read_at(offset + first * segment.row_nbytes, target)
                 if not np.dtype(segment.dtype).isnative:  # the byte order of the file

@@ -124,9 +124,10 @@ class ShardSource(FileIndex):
 
 
 class ShardOrder:
-    """The rows of a rank in each epoch: shard i, or row i of few shards, is of rank `i % size`.
+    """The rows of a rank in each epoch: shard i belongs to rank `i % size`.
 
-    `key` has the seeds of the order (`None`: that of the files), `turns` its places of this rank.
+    With fewer shards than ranks, row i belongs to rank `i % size`. `key` holds the seeds of the
+    order, `None` for that of the files, and `turns` the positions in it that the rank takes.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ checkpoints/00000012-<digest>.json                   the manifest, written last
 ```
 
 A part gets its name when it is complete and on the disk, so its name says that it is whole. A
-generation without a manifest does not exist. So a generation becomes whole through the file system,
-in the threads of writers, while training continues, whatever the ranks wait for.
+generation without a manifest does not exist. Nothing here communicates but the file system. So a
+generation becomes whole, in threads of writers, while training continues, whatever ranks wait for.
 """
 
 import contextlib

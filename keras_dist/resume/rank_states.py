@@ -45,7 +45,7 @@ class OwnSteps:
 
 
 class CompressionErrors:
-    """The errors of compressed gradients of each rank; in another size, shares of their sum."""
+    """The errors of compressed gradients of each rank; a job of another size divides their sum."""
 
     key = "compression"
 

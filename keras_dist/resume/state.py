@@ -1,4 +1,7 @@
-"""What a fit has come to besides its variables: objects that give and take it. See decision 70."""
+"""What a fit has come to besides its variables: objects that give and take it. See decision 70.
+
+Their values are JSON and bytes: reading them executes no code.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

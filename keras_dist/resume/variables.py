@@ -180,7 +180,7 @@ def others_of(model: keras.Model, about: dict[str, Any]) -> dict[str, np.ndarray
 
 
 def restore(model: keras.Model, contents: Contents, is_root: bool, alone: bool = False) -> None:
-    """Restores weights, optimizers, of those that shard it slices of state, and random states."""
+    """Restores weights, optimizers (of sharded state, slices) and random states of a model."""
     path = contents.generation.path
     try:
         _restore(model, contents, is_root, alone)

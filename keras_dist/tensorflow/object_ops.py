@@ -1,4 +1,7 @@
-"""Operations without tensors, of Python objects, `join`, `barrier`; ranks when a graph runs."""
+"""Operations without tensors: of Python objects, `join`, `barrier`, and ranks and sizes.
+
+Ranks and sizes are evaluated when a graph runs, not when it is traced.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -17,7 +17,7 @@ from keras_dist.training.gradient_reduction import GradientReduction
 def reduced_with_gradient(
     reduce: Callable[..., list[Any]], reduction: GradientReduction, gradients: Sequence[Any]
 ) -> list[Any]:
-    """Reduces dense gradients; the gradient of sums and averages is `allreduce`. Collective."""
+    """Reduces dense gradients; sums and averages have the gradient of `allreduce`. Collective."""
     op, process_set = reduction.options.op, reduction.options.process_set or global_process_set
     if reduction.communicator() is None:
         return reduce(*gradients)

@@ -1,4 +1,7 @@
-"""What a number of a user's loss or metric for a few rows is of those of the halves of the rows."""
+"""What a number that a loss or a metric of the user returns for a batch is of those of its halves.
+
+It is tried on a few rows, apart from variables.
+"""
 
 import contextlib
 import functools
@@ -80,7 +83,7 @@ def _missing_targets(function: Any) -> list[float]:
 
 
 def _of_halves(function: Callable[..., Any], make_rows: Callable[[], Any]) -> str | None:
-    """Returns what a number for targets and outputs is of those of halves; `None` if unknown."""
+    """Returns what a number for targets and outputs is of those of their halves, if known."""
     try:
         given = make_rows()
         whole, *parts = (

@@ -1,8 +1,9 @@
 """Mixins that make a Keras optimizer reduce its gradients, see decisions 1 and 2.
 
-The reduction overrides an undocumented Keras method, which another version may rename. `Update` and
-`check_reduced` hook different methods: those that receive gradients, and the method that updates
-variables. In a graph they run at tracing time and cost nothing per step.
+If a class overrides `apply`, gradients are reduced before that method. The reduction overrides an
+undocumented Keras method, which another version may rename. `Update` and `check_reduced` hook
+different methods: those that receive gradients, and the method that updates variables. In a graph
+they run at tracing time and cost nothing per step.
 """
 
 import functools

@@ -1,4 +1,8 @@
-"""Losses over the batches of all ranks, in steps of distributed optimizers and `evaluate`."""
+"""Losses over the batches of all ranks, in steps of distributed optimizers and `evaluate`.
+
+The ranks average their gradients, so each rank would count alike, whatever its loss was divided by.
+So the gradient of a loss is scaled by the share of the rank in what all ranks divide by.
+"""
 
 import contextlib
 import dataclasses

@@ -125,8 +125,9 @@ def _behaviour(
 def _fitting(
     twin: Any, start: list[np.ndarray], place: int, batch: Any, after: Sequence[np.ndarray]
 ) -> set[str]:
-    """Returns what fits the effect of a batch; the elements in `after`, of others, differ."""
+    """Returns the behaviours that fit what a batch does to the variable at `place`."""
     shifted = [(start[place] + shift).astype(start[place].dtype) for shift in SHIFTS]
+    # `after` has values of the variable after other batches, whose elements differ.
     befores, afters, others = [*shifted[:-1], *after, shifted[-1]], [], []
     for before in befores:
         state = list(start)

@@ -90,7 +90,7 @@ def predict(
 
 
 def _with_own_caches(data: Any, process_set: ProcessSet | None) -> Any:
-    """Makes caches of a `tf.data.Dataset` files of this rank alone. Collective; blocks."""
+    """Returns a `tf.data.Dataset` whose cache files no other rank writes. Collective; blocks."""
     from keras_dist.data import tf_order
 
     held = ops.allgather_object(tf_order.held_files(data), process_set=process_set)

@@ -2,7 +2,7 @@
 
 Ranks that start from one seed draw equal numbers, which builds equal models, but in training would
 drop the same units for all of their samples. Samplers of torch may need equal numbers, so train
-steps draw from a stream of their own, `torch_steps`.
+steps draw from a stream of their own.
 """
 
 import base64

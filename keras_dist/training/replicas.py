@@ -42,14 +42,14 @@ ADAPT = (
 
 def broadcast_state(model: keras.Model, root_rank: int = 0) -> None:
     """Broadcasts weights, layer and optimizer state of the root to all ranks. Collective."""
-    # Local variables, their layers and their optimizer state are unchanged. Sharded optimizer state
-    # is that which the root has loaded, if it has loaded any.
     model.__dict__.pop(VERIFIED, None)
     for rounds in filter(None, map(rounds_of, optimizers_of(model))):
         # A round that has begun ends without an average.
         rounds.restart()
+    # Sharded optimizer state is that which the root has loaded, if it has loaded any.
     sharded_state.share_loaded(model, root_rank)
     comm = runtime.fit_communicator()
+    # Local variables, their layers and their optimizer state are unchanged.
     with broadcast_layers(comm, model, root_rank):
         broadcast_variables(comm, [*shared_state(model), *state_of_steps(model)], root_rank)
 

@@ -30,7 +30,8 @@ class Measured(NamedTuple):
     of_whole_batch: str = ""
     # Of a loss that returns one number: its name, itself and what it was called with.
     number: tuple[str, Any, Any, Any] | None = None
-    counts_once: bool = False  # recorded without the number of rows, as if it is not known
+    # Keras records the value without the number of rows, as where TensorFlow does not know it yet.
+    counts_once: bool = False
 
 
 Replace = Callable[[Sequence[Measured]], list[Any]]

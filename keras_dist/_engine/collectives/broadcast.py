@@ -1,4 +1,7 @@
-"""broadcast: the root's arrays on every rank; objects of ranks, pickled, only of this job."""
+"""broadcast: the root's arrays on every rank; objects of ranks, pickled.
+
+Nothing is unpickled but what ranks of this job have sent.
+"""
 
 import pickle
 from collections.abc import Sequence

@@ -110,7 +110,7 @@ class HostBuckets:
 
     def rows_of_tables(self) -> list[int]:
         """Returns for each array how many of its rows may be given as `TableRows`; 0 if none."""
-        # Its result is `TableRows` as well, unless those of all ranks are too many.
+        # The result of such an array is `TableRows` too, unless those of all ranks are too many.
         most = [0] * len(self.call.entries)
         for number in self._tables:
             [slot] = self.buckets[number].slots

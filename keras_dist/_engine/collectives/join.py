@@ -93,10 +93,10 @@ def _exchange(comm: Communicator, mine: Any) -> list[Any]:
 
 def wait_for_end(comms: Sequence[Communicator], operation: str = AT_THE_END) -> None:
     """Waits until every rank is in this last operation. Collective; blocks."""
-    # The stall watchdog reports this wait but does not end the job while others may still work.
     for comm in comms:
         comm.order.drain()
     # Ranks that still work may wait in any of the communicators, so this rank waits in all at once.
+    # The stall watchdog reports this wait but does not end the job while others may still work.
     retry(comms[0], lambda: _wait(comms, operation))
 
 

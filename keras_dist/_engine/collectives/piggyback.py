@@ -1,4 +1,4 @@
-"""Notices that ride on the next reduction of gradients, as of a signal, see decisions 32 and 76."""
+"""Notices, as of a signal, on the next reduction of gradients. See decisions 32 and 76."""
 
 import functools
 import threading

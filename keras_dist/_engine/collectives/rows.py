@@ -126,9 +126,10 @@ def exchange_rows_of_nodes(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Returns the rows of all ranks. Collective: every rank, after a rendezvous; blocks.
 
-    Rows, of shape (number of rows of all ranks, width), are in memory that the next exchange writes
-    to. Their indices, in rank order, follow, and the place of each row, in rank order, among the
-    rows; `None`: rows are in rank order.
+    Returns:
+        The rows, shape (number of rows of all ranks, width), in memory that the next exchange
+        writes to; their indices, in rank order; and the place of each row, in rank order, among
+        the rows. `None`: rows are in rank order.
     """
     node, memory = comm.node, _memory(comm, mine, sum(lengths))
     if node is None or memory is None:

@@ -275,7 +275,7 @@ class StallWatchdog:
         node, pid = self._processes[rank]
         if rank in case.states or node == os.uname().nodename:
             return not is_stopped(node, pid)
-        # It does not answer while a call holds the interpreter lock. On another node this looks
+        # A rank does not answer while a call holds the interpreter lock. On another node this looks
         # like a stopped process, until it has lasted as long as the limit.
         return time.perf_counter() - self._silent[rank] < self._limit
 

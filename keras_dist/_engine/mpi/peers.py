@@ -173,7 +173,8 @@ class Peers:
                 back = [there.pop()]
 
         def lead(step: Transfer) -> int:
-            # Both nodes decide alike: what one sends, the other receives.
+            # So many elements are copied behind the digest. Both nodes decide alike: what one
+            # sends, the other receives.
             parts = [part for part in (step.sent, step.received) if part is not None]
             longest = max(part.stop - part.start for part in parts)
             is_copied = 2 * longest < count and longest * dtype.itemsize <= COPIED_NBYTES

@@ -1,1 +1,1 @@
-"""NCCL among the ranks of a communicator: where it is used, and how its operations are watched."""
+"""NCCL among ranks: where it is used, and how its operations are watched. See decision 56."""

@@ -168,7 +168,8 @@ class NcclRanks:
         earlier = self._agreed
         try:
             intact = self._comm.allgather_bytes(bytes([self._failure is None]))
-            # Launches on which the ranks agreed end first; if NCCL has failed on one, they may not.
+            # Launches on which the ranks agreed end first. If NCCL has failed on a rank, they may
+            # never end.
             if earlier is not None and all(part[0] for part in intact):
                 with contextlib.suppress(Exception):  # those who wait for it raise its error
                     earlier.wait()

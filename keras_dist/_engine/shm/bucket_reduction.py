@@ -2,10 +2,10 @@
 
 Every rank copies a small bucket into shared memory and reduces it whole: one rendezvous. Of a large
 bucket each rank reduces a slice, in rank order, into a result that all ranks see and read in place.
-That is safe, as a rank writes to the row of call t again in call t + 2 at the earliest, which it
-enters only after all ranks have met in call t + 1, where each said which results it still holds,
-see `ResultRows`. If all other rows are held, all ranks copy the result of call t and meet once
-more. A result that is read in place starts on a page.
+That is safe: there are several rows for results, and a rank writes to the row of call t again in
+call t + 2 at the earliest, which it enters only after all ranks have met in call t + 1, where each
+said which results it still holds, see `ResultRows`. If all other rows are held, all ranks copy the
+result of call t and meet once more. A result that is read in place starts on a page.
 """
 
 import itertools

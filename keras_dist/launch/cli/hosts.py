@@ -1,4 +1,7 @@
-"""Hosts and their slots: from options, files or a batch system; and whether they answer."""
+"""Hosts and their slots: from options, files or a batch system; and whether they answer.
+
+Names are checked against a pattern, because they become arguments of commands such as ssh.
+"""
 
 import collections
 import concurrent.futures

@@ -1,4 +1,7 @@
-"""Ranks as children of workers of another system, and the driver that gathers their outcomes."""
+"""Ranks as children of workers of another system, and the driver that gathers their outcomes.
+
+A worker stays, and a rank may have to be ended at once, see decision 57.
+"""
 
 import contextlib
 import json
