@@ -262,8 +262,8 @@ DIFFERENCES = [
     ("the number of its elements", lambda rank: shard(lambda: iter(range(50 + rank)), 2)),
     ("shuffle", lambda rank: shard(range(50), 2, shuffle="global" if rank else True)),
     ("some of its rows", lambda rank: shard((np.arange(50), np.arange(50.0) * (-1) ** rank), 2)),
-    ("what its parts hold", lambda rank: shard(split_by(rank), 2)),
-    ("what its parts hold", lambda rank: shard(tensors(torch.arange(50) - rank), 2)),
+    ("the data in memory", lambda rank: shard(split_by(rank), 2)),
+    ("the data in memory", lambda rank: shard(tensors(torch.arange(50) - rank), 2)),
     ("the number of files", lambda rank: shard(["a", "b", "c", "d"] + ["e"] * rank)),
     ("the digest", lambda rank: shard(["a", "b", "c", f"{min(rank, 1)}"])),
 ]
