@@ -1,3 +1,21 @@
+from .fit_ranks import (
+    fit_communicator as fit_communicator,
+)
+from .fit_ranks import (
+    fit_communicators as fit_communicators,
+)
+from .fit_ranks import (
+    fit_rank as fit_rank,
+)
+from .fit_ranks import (
+    fit_set as fit_set,
+)
+from .fit_ranks import (
+    fit_size as fit_size,
+)
+from .fit_ranks import (
+    fit_within as fit_within,
+)
 from .job import (
     add_process_set as add_process_set,
 )
@@ -21,24 +39,6 @@ from .job import (
 )
 from .job import (
     find_process_set as find_process_set,
-)
-from .job import (
-    fit_communicator as fit_communicator,
-)
-from .job import (
-    fit_communicators as fit_communicators,
-)
-from .job import (
-    fit_rank as fit_rank,
-)
-from .job import (
-    fit_set as fit_set,
-)
-from .job import (
-    fit_size as fit_size,
-)
-from .job import (
-    fit_within as fit_within,
 )
 from .job import (
     has_mpi as has_mpi,

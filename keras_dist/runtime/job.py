@@ -1,6 +1,5 @@
 """The communicators of the job and of its process sets, by `init` or by the first use of ranks."""
 
-import contextlib
 import functools
 import importlib.util
 import logging
@@ -21,12 +20,10 @@ from keras_dist.runtime.process_sets import (
     global_process_set,
     without_id,
 )
-from keras_dist.runtime.running_calls import OfCall
 
 _log = logging.getLogger("keras_dist")
 _sets: ProcessSetTable | None = None  # with the communicator of all ranks
 _detached: str | None = None  # why this process is not a rank any more
-_fit_set = OfCall[ProcessSet | None](None)  # of the running fit
 _connecting = threading.RLock()  # by several threads at once
 
 
@@ -215,37 +212,6 @@ def includes_me(process_set: ProcessSet | None) -> bool:
     job = _process_sets().job
     check_process_set(process_set, job.where())._check(job)
     return bool(process_set.included())
-
-
-def fit_within(process_set: ProcessSet | None) -> contextlib.AbstractContextManager[None]:
-    """Makes a process set the ranks of the running fit; `None` leaves them as they are."""
-    return _fit_set.during(_fit_set.own() if process_set is None else process_set)
-
-
-def fit_set() -> ProcessSet | None:
-    """Returns the process set of the running fit; `None`: all ranks."""
-    return _fit_set.get()
-
-
-def fit_communicator() -> _engine.Communicator:
-    """Returns the ranks of the running fit: those of its process set, or all; all outside of it."""
-    return communicator(_fit_set.get())
-
-
-def fit_communicators() -> list[_engine.Communicator]:
-    """Returns the communicators that this rank belongs to, of ranks of the running fit only."""
-    ours = set(fit_communicator().ranks)
-    return [comm for comm in communicators() if ours.issuperset(comm.ranks)]
-
-
-def fit_rank() -> int:
-    """Returns the place of this process among the ranks of the running fit."""
-    return fit_communicator().rank
-
-
-def fit_size() -> int:
-    """Returns the number of ranks of the running fit."""
-    return fit_communicator().size
 
 
 def ranks_of(process_set: ProcessSet | None) -> tuple[Ranks, ...]:
