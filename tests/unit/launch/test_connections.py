@@ -54,7 +54,7 @@ def test_the_end_of_a_connection_is_noted(enter, ssh, code, noted):
     ],
 )
 def test_ssh_asks_whether_the_host_is_alive(enter, limit, options):
-    printed = f"-x {options}host1 daemon --some option"
+    printed = f"-x -o ControlMaster=no {options}host1 daemon --some option"
     assert enter('echo "$*"', limit) == (0, {"host1": 0}, printed)
 
 
