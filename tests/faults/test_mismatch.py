@@ -102,12 +102,23 @@ def test_a_rank_that_ends_while_others_have_queued_named_ones(job):
     assert "RepeatRendezvous" not in printed
 
 
-@pytest.mark.fault("a rank ends while others call a collective of a process set", ENDS, within=5)
-@pytest.mark.parametrize("reduce", ["copy", "mpi"])
-def test_a_rank_that_ends_while_others_call_on_a_process_set(job, reduce):
-    printed = job(3, "calls.py", "end_while_a_set_is_used", KERAS_DIST_REDUCE=reduce).failed()
+@pytest.mark.fault(
+    "a rank ends, or calls `shutdown`, while others call a collective of a process set",
+    ENDS,
+    within=5,
+)
+@pytest.mark.parametrize(
+    ("reduce", "how"),
+    [
+        ("copy", "the end of the script"),
+        ("mpi", "the end of the script"),
+        ("copy", "shutdown"),
+    ],
+)
+def test_a_rank_that_ends_while_others_call_on_a_process_set(job, reduce, how):
+    printed = job(3, "calls.py", "end_while_a_set_is_used", how, KERAS_DIST_REDUCE=reduce).failed()
     assert (
-        "[rank 2 of 3] Expected allreduce('loss') as on rank 1. Received: the end of the script. "
+        f"[rank 2 of 3] Expected allreduce('loss') as on rank 1. Received: {how}. "
         "Every rank must make the same calls"
     ) in printed
 

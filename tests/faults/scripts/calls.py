@@ -89,12 +89,14 @@ def end_while_more_is_queued() -> None:
         asynchronous.allreduce_async(1.0, name="loss")
 
 
-def end_while_a_set_is_used() -> None:
+def end_while_a_set_is_used(how: str) -> None:
     first, last = ProcessSet([0, 1]), ProcessSet([1, 2])
     runtime.init(process_sets=[first, last])
     fault()
     if runtime.rank() == 1:
         ops.allreduce(1.0, process_set=last, name="loss")
+    if how == "shutdown":
+        runtime.shutdown()
 
 
 def different_on_a_set() -> None:
