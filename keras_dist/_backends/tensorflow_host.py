@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.lib.stride_tricks import as_strided
 
-from keras_dist._backends.tensorflow_order import NAME, write_order
+from keras_dist._backends.tensorflow_order import NAME, in_order
 from keras_dist._compat.tensorflow import is_recorded
 from keras_dist._gpu import DeviceArray, counts_host_memory, load_runtime, uniform
 
@@ -60,14 +60,23 @@ def uses_gpu() -> bool:
     return bool(tf.config.get_visible_devices("GPU")) and load_runtime() is not None
 
 
+def call_on_host(
+    function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any]
+) -> Any:
+    """Adds a call on numpy arrays to a graph, or calls it."""
+    if tf.executing_eagerly():
+        return tf.numpy_function(function, tensors, dtypes, name=NAME)
+    return in_order(tf.numpy_function, function, tensors, dtypes)
+
+
 def call_on_device(
-    function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any], name: str
+    function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> Any:
     """Adds a call on the engine's arrays to a graph, or calls it, which raises its own errors."""
     call = functools.partial(_call_on_engine_arrays, function)
     if tf.executing_eagerly():
         return call(*map(tf.convert_to_tensor, tensors))
-    return tf.py_function(call, tensors, dtypes, name=name)
+    return in_order(tf.py_function, call, tensors, dtypes)
 
 
 def _call_on_engine_arrays(function: Callable[..., Any], *tensors: Any) -> list[Any]:
@@ -168,7 +177,7 @@ def on_host(
         raise HostCalled
     dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else list(dtypes)
     on_device = on_device and uses_gpu()
-    place = call_on_device if on_device else tf.numpy_function
+    place = call_on_device if on_device else call_on_host
     runs = [] if tf.executing_eagerly() or on_device else _runs(buffers, shapes, dtypes)
     if not runs:
         return _call(function, tensors, shapes, dtypes, place)
@@ -194,16 +203,9 @@ def _call(
     tensors: Sequence[Any],
     shapes: Sequence[Any],
     dtypes: Sequence[Any],
-    place: Any = tf.numpy_function,
+    place: Any = call_on_host,
 ) -> list[Any]:
-    if tf.executing_eagerly():
-        outputs = place(function, tensors, dtypes, name=NAME)
-    else:
-        before = write_order()
-        with tf.control_dependencies([before]):
-            outputs = place(function, tensors, dtypes, name=NAME)
-        with tf.control_dependencies(tf.nest.flatten(outputs)):
-            write_order()
+    outputs = place(function, tensors, dtypes)
     if not dtypes:
         return []
     # An eager call returns a single output without a list.
