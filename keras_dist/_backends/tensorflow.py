@@ -1,8 +1,7 @@
 """The TensorFlow backend: host functions in the graph, of views of TensorFlow's memory.
 
-The functions are stateful operations, so a graph runs them in program order, the same on every
-rank, see `tensorflow_order`. XLA cannot compile them;
-`tensorflow_step` compiles the operations around them.
+A graph runs the functions in program order, the same on every rank, see `tensorflow_order`. XLA
+cannot compile them; `tensorflow_step` compiles the operations around them.
 """
 
 import contextlib

@@ -1,4 +1,7 @@
-"""The collector: the root asks for reports when a client reads. See decisions 35 and 45."""
+"""The collector: the root asks for reports when a client reads. See decisions 35 and 45.
+
+A rank that does not answer is shown with the age of its last report, and is asked once.
+"""
 
 import dataclasses
 import logging

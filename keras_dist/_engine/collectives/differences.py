@@ -150,6 +150,7 @@ def _wait_for_common(
 
 def _common(held: Sequence[HeldNames]) -> list[str | None]:
     """Returns the first of the first rank's names that all ranks hold and may run; if any."""
+    # The operation without a name comes first, else the name that rank 0 has held longest.
     common = set[str | None].intersection(*(set(each.names) for each in held))
     if None in common:
         return [None]

@@ -23,8 +23,8 @@ _is_ours_to_end = False
 def load_mpi() -> Any | None:
     """Imports mpi4py's MPI without initialising it, so that it can be checked first."""
     # An MPI library that was started by the launcher of another one may end the process as soon as
-    # it is initialised. mpi4py must not finalise it either: it would do so in forked children as
-    # well, and their parents would wait.
+    # it is initialised. mpi4py does not finalise it either, unless the script has imported MPI
+    # before: it would do so in forked children as well, and their parents would wait.
     global _failure, _is_ours_to_end
     import mpi4py
 

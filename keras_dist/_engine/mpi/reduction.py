@@ -45,7 +45,7 @@ def piece_nbytes(ranks: int, nbytes: int, links_are_slow: bool = False) -> int:
     # pieces are smaller, but not so small that their number would count more than their size.
     most = min(PIECE_NBYTES, max(SMALLEST_NBYTES, PIECES_NBYTES // ranks))
     segment = -(-nbytes // ranks)
-    # Ranks wait for slow links, so pieces are smaller, and the arithmetic overlaps.
+    # Where links are slow, ranks wait for them: pieces are smaller, and the arithmetic overlaps.
     if links_are_slow:
         least, longest = SLOW_NBYTES
         most = min(most, longest, max(least, -(-segment // SLOW_PIECES)))
